@@ -1,0 +1,54 @@
+"""From prompts to a verdict: traces, features, vocabulary, drafter, acceptance."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from prefect import flow, unmapped
+from prefect.runtime import flow_run
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from slipstream.config import RunConfig
+from slipstream.features.stage import plan as plan_shards
+from slipstream.plan import preflight
+from tasks.acceptance import measure_acceptance
+from tasks.drafter import train
+from tasks.features import assemble_features, capture_shard, shared_servers
+from tasks.prompts import split_prompts
+from tasks.report import write_report
+from tasks.traces import generate_traces
+from tasks.vocabulary import choose_vocabulary
+
+
+def _run_name() -> str:
+    config = flow_run.parameters["config"]
+    return str(config["name"] if isinstance(config, dict) else config.name)
+
+
+@flow(
+    name="train-drafter",
+    flow_run_name=_run_name,
+    task_runner=ThreadPoolTaskRunner(max_workers=16),  # lanes of servers bound the work, not threads
+    persist_result=False,  # a completed run with a stored result could not be run again
+)
+def train_drafter(config: RunConfig) -> None:
+    """Train an EAGLE-3 drafter for a verifier and measure on vLLM how much faster it decodes.
+
+    A stage that is finished and intact is reused, whichever run made it; a failed run that is retried
+    continues inside the stage that failed.
+
+    Args:
+        config: Everything the run needs; deployments/*.yaml hold complete ones.
+    """
+    started = datetime.now(UTC)
+    preflight(config)
+    prompts = split_prompts(config)
+    traces = generate_traces(config, prompts)
+    with shared_servers(config):
+        shards = capture_shard.map(unmapped(config), unmapped(traces), plan_shards(config, traces)).result()
+    features = assemble_features(config, traces, shards)
+    vocabulary = choose_vocabulary(config, traces)
+    drafter = train(config, features, vocabulary)
+    acceptance = measure_acceptance(config, prompts, drafter)
+    stages = {a.stage: a for a in (prompts, traces, features, vocabulary, drafter, acceptance)}
+    write_report(config, started, stages, shards)

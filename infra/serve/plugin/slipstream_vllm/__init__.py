@@ -1,0 +1,22 @@
+"""vLLM plugin of Slipstream: loaded by vLLM in every process through `vllm.general_plugins`.
+
+It changes vLLM in three places and nowhere else (checked against vllm 0.32.0):
+
+* `atomic_writes`: a hidden-state file appears under its name only when it is complete (any device).
+* `cpu_extraction`: hidden-state extraction without CUDA streams and pinned memory (CPU).
+* `cpu_blocks`: an MLA verifier and a Llama-type drafter can share a block size of 16 (CPU).
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Applies the changes; vLLM calls it once in each of its processes."""
+    from vllm.platforms import current_platform
+
+    from slipstream_vllm import atomic_writes, cpu_blocks, cpu_extraction
+
+    atomic_writes.apply()
+    if current_platform.is_cpu():
+        cpu_blocks.apply()
+        cpu_extraction.apply()

@@ -1,0 +1,162 @@
+"""The run's report: figures by name (report.json), a page to look at (report.html), a short form (report.md).
+
+`<workdir>/runs/<name>/` holds them beside links to the stage folders; `runs/latest` points to the newest.
+Model text is escaped in both pages.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from slipstream import atomic
+from slipstream.acceptance import plots
+from slipstream.acceptance import stage as acceptance_stage
+from slipstream.artifact import Artifact
+from slipstream.config import RunConfig
+from slipstream.drafter import stage as drafter_stage
+from slipstream.traces import stage as traces_stage
+
+HEADLINE = (
+    "acceptance_rate",
+    "mean_accepted_length",
+    "acceptance_per_position",
+    "tokens_per_second",
+    "speed_up",
+    "outputs_identical",
+    "verdict",
+    "reason",
+)
+
+
+def _stage_entry(artifact: Artifact, started: datetime) -> dict[str, Any]:
+    manifest = artifact.manifest()
+    return {
+        "seconds": manifest.seconds,
+        "executed": datetime.fromisoformat(manifest.ended) >= started,
+        "digest": manifest.content,
+        "key": manifest.key,
+        "path": artifact.path,
+        "counts": manifest.counts,
+        "work": manifest.work,
+    }
+
+
+def collect(
+    config: RunConfig, started: datetime, stages: Mapping[str, Artifact], shards: Sequence[Artifact]
+) -> dict[str, Any]:
+    """The content of `report.json`.
+
+    `executed` says whether this run made the stage or found it finished; `work` is what its last execution did.
+    The features entry sums its shards: samples captured, seconds.
+    """
+    import json
+
+    entries = {name: _stage_entry(artifact, started) for name, artifact in stages.items()}
+    made = [_stage_entry(shard, started) for shard in shards]
+    fresh = [entry for entry in made if entry["executed"]]
+    features = entries["features"]
+    features["executed"] = features["executed"] or bool(fresh)
+    features["seconds"] = round(features["seconds"] + sum(entry["seconds"] for entry in fresh), 3)
+    features["work"] = {
+        **features["work"],
+        "captured": sum(entry["work"]["captured"] for entry in fresh),
+        "shards_executed": len(fresh),
+    }
+    figures = json.loads((stages["acceptance"].folder / acceptance_stage.FIGURES).read_text())
+    return {
+        "name": config.name,
+        "started": started.isoformat(),
+        **{name: figures[name] for name in HEADLINE},
+        "acceptance": figures,
+        "stages": entries,
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def write(
+    config: RunConfig, started: datetime, stages: Mapping[str, Artifact], shards: Sequence[Artifact]
+) -> Path:
+    """Writes the run's folder and returns it."""
+    folder = config.root / "runs" / config.name
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, artifact in stages.items():
+        point(folder / name, artifact.folder)
+    report = collect(config, started, stages, shards)
+    atomic.write_json(folder / "report.json", report)
+    pictures = _pictures(report, stages)
+    atomic.write_bytes(folder / "report.html", _html(report, pictures).encode())
+    atomic.write_bytes(folder / "report.md", _markdown(report, pictures).encode())
+    point(config.root / "runs" / "latest", folder)
+    return folder
+
+
+def point(link: Path, target: Path) -> None:
+    """Makes `link` a relative symbolic link to `target`, replacing an older one atomically."""
+    temporary = link.with_name(f".{link.name}{atomic.SUFFIX}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(target, link.parent))
+    os.replace(temporary, link)
+
+
+def _pictures(report: Mapping[str, Any], stages: Mapping[str, Artifact]) -> dict[str, str]:
+    tokens = [len(row["input_ids"]) for row in traces_stage.read(stages["traces"], ["input_ids"])]
+    pictures = {
+        "Acceptance by draft position": plots.acceptance(report["acceptance"]),
+        "Speed": plots.speed(report["acceptance"]),
+        "Training": plots.training(drafter_stage.read_metrics(stages["drafter"].folder)),
+        "Trace lengths": plots.lengths(tokens),
+    }
+    return {name: base64.b64encode(png).decode() for name, png in pictures.items() if png}
+
+
+def _samples(stages: Mapping[str, Any], count: int = 3) -> list[dict[str, str]]:
+    from itertools import islice
+
+    path = Path(stages["traces"]["path"])
+    artifact = Artifact(path=str(path), stage="traces", key="", content="")
+    rows = islice(traces_stage.read(artifact, ["kind", "thinking", "answer"]), count)
+    return [{name: str(value or "") for name, value in row.items()} for row in rows]
+
+
+def _html(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+    from jinja2 import Environment
+
+    template = (resources.files("slipstream") / "acceptance" / "report.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(template).render(
+        report=report, pictures=pictures, samples=_samples(report["stages"])
+    )
+
+
+def headline(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures a reader looks for first, as text."""
+    speeds = report["tokens_per_second"]
+    rate, length = report["acceptance_rate"], report["mean_accepted_length"]
+    per_position = ", ".join(f"{value:.3f}" for value in report["acceptance_per_position"])
+    rows = [
+        ("acceptance rate", "n/a" if rate is None else f"{rate:.3f}"),
+        ("mean accepted length", "n/a" if length is None else f"{length:.2f} tokens a step"),
+        ("acceptance per position", per_position or "n/a"),
+        ("speed-up", f"{report['speed_up']:.2f}x ({speeds['speculative']:.0f} against {speeds['baseline']:.0f} tokens/s)"),
+        ("outputs identical", "yes" if report["outputs_identical"] else f"no, {report['acceptance']['outputs_different']}"),
+    ]
+    if floor := report["acceptance"].get("untrained"):
+        rows.append(("untrained acceptance rate", f"{floor['acceptance_rate']:.3f}"))
+    return [*rows, ("verdict", f"{report['verdict']}: {report['reason']}")]
+
+
+def _markdown(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+    lines = [f"# {report['name']}", "", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in headline(report)]
+    lines += ["", "| stage | made in this run | seconds | folder |", "|---|---|---|---|"]
+    for name, entry in report["stages"].items():
+        made = "yes" if entry["executed"] else "reused"
+        lines.append(f"| {name} | {made} | {entry['seconds']:.1f} | `{name}/{entry['key']}` |")
+    lines += ["", *(f"![{name}](data:image/png;base64,{picture})\n" for name, picture in pictures.items())]
+    return "\n".join(lines) + "\n"

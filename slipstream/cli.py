@@ -1,0 +1,180 @@
+"""The command line: `slipstream run | plan | verify | doctor | report`.
+
+Errors are one sentence on stderr.  Exit status: 0 done, 1 failed or damaged, 2 wrong input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from slipstream.artifact import MANIFEST
+from slipstream.errors import Damaged, InputError, SlipstreamError
+
+
+def _run(args: argparse.Namespace) -> int:
+    from slipstream.config import load_config, rehearsal
+    from slipstream.plan import preflight
+
+    config = load_config(args.config)
+    if args.rehearse:
+        config = rehearsal(config)
+    preflight(config)
+    _embedded_prefect(config.root)
+    from prefect.exceptions import PrefectException
+
+    from flows.train_drafter import train_drafter
+
+    try:
+        train_drafter(config)
+    except PrefectException as error:
+        raise SlipstreamError(f"Prefect: {error}") from error
+    folder = config.root / "runs" / config.name
+    _print_headline(folder)
+    if args.rehearse:
+        print(f"Rehearsed {args.config}: look at {folder / 'report.html'}, logs are in {config.root / 'logs'}")
+        print(f"and beside each stage; then start the real run with: slipstream run {args.config}")
+    return 0
+
+
+def _embedded_prefect(root: Path) -> None:
+    """Settings of a run without a server: home and results in the work directory, nothing sent anywhere.
+
+    A Prefect server that the environment names (PREFECT_API_URL) is used instead of the embedded one.
+    """
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    os.environ.setdefault("PREFECT_RESULTS_LOCAL_STORAGE_PATH", str(root / "prefect" / "results"))
+    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")
+    if "PREFECT_API_URL" not in os.environ:
+        os.environ.setdefault("PREFECT_HOME", str(root / "prefect"))
+        Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # Prefect makes one level only
+
+
+def _print_headline(folder: Path) -> None:
+    from slipstream.acceptance.report import headline
+
+    report = json.loads((folder / "report.json").read_text())
+    print()
+    for name, value in headline(report):
+        print(f"{name:26} {value}")
+    print(f"{'report':26} {folder / 'report.html'}")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from slipstream.config import load_config
+    from slipstream.plan import plan
+
+    estimate = plan(load_config(args.config))
+    if args.json:
+        print(json.dumps(estimate, indent=2))
+        return 0
+    print(f"{estimate['name']}: {estimate['prompts']:,} prompts, verifier {estimate['verifier']}")
+    print(f"  traced tokens        {estimate['tokens']:,}")
+    print(f"  hidden states        {estimate['bytes_per_token']:,} bytes a token (layer ids {estimate['layer_ids']})")
+    print(f"  feature store        {estimate['feature_store_bytes'] / 1e9:.1f} GB")
+    print(f"  checkpoints          {estimate['checkpoint_bytes'] / 1e9:.1f} GB")
+    print(f"  free disk            {estimate['disk_free_bytes'] / 1e9:.1f} GB")
+    print(f"  GPUs                 {estimate['gpus']} ({estimate['gpus_here']} here)")
+    for name, hours in estimate["hours"].items():
+        print(f"  {name:20} {hours:.2f} h")
+    print(f"  fits here            {'yes' if estimate['fits'] else 'no: ' + '; '.join(estimate['reasons'])}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from slipstream import artifact
+
+    folder = args.path.resolve()
+    if not folder.is_dir() or not (folder / MANIFEST).exists():
+        print(f"{args.path}: not an artifact (no {MANIFEST} in it)", file=sys.stderr)
+        return 2
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            row = bar.add_task("verifying", total=None)
+            damage = artifact.verify(
+                folder, deep=args.deep, on_file=lambda done, total: bar.update(row, completed=done, total=total)
+            )
+    except Damaged as error:
+        print(error, file=sys.stderr)
+        return 1
+    for item in damage:
+        print(f"{item.path}: {item.reason}")
+    files = len(artifact.read_manifest(folder).files)
+    how = "checksums" if args.deep else "existence and size"
+    print(f"{args.path}: {len(damage)} of {files} files damaged" if damage else f"{args.path}: {files} files intact ({how})")
+    return 1 if damage else 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from slipstream.doctor import examine
+
+    workdir = Path(os.environ.get("SLIPSTREAM_WORKDIR") or "work").absolute()
+    findings = examine(Path.cwd(), workdir)
+    for finding in findings:
+        mark = "!!" if finding.advice else "ok"
+        print(f"{mark} {finding.what}: {finding.state}{f' -> {finding.advice}' if finding.advice else ''}")
+    return 1 if any(finding.advice for finding in findings) else 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    root = Path(os.environ.get("SLIPSTREAM_WORKDIR") or "work").absolute()
+    named = Path(args.run)
+    folder = named if (named / "report.json").exists() else root / "runs" / args.run
+    if not (folder / "report.json").exists():
+        known = sorted(p.name for p in (root / "runs").glob("*") if (p / "report.json").exists())
+        raise InputError(f"{folder}: no finished run there; known runs are {', '.join(known) or 'none'}")
+    _print_headline(folder.resolve())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="slipstream", description="Train EAGLE-3 drafters and measure them on vLLM.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run a configuration from prompts to the verdict")
+    run.add_argument("config", type=Path)
+    run.add_argument("--rehearse", action="store_true", help="10 prompts, 3 epochs, same code path, own work directory")
+    run.set_defaults(do=_run)
+
+    plan = commands.add_parser("plan", help="what a configuration will cost and whether it fits")
+    plan.add_argument("config", type=Path)
+    plan.add_argument("--json", action="store_true")
+    plan.set_defaults(do=_plan)
+
+    verify = commands.add_parser("verify", help="check a stage folder: exit 0 intact, 1 damaged, 2 not an artifact")
+    verify.add_argument("path", type=Path)
+    verify.add_argument("--deep", action="store_true", help="compare checksums, not only existence and size")
+    verify.set_defaults(do=_verify)
+
+    doctor = commands.add_parser("doctor", help="check environments, devices and disk of this machine")
+    doctor.set_defaults(do=_doctor)
+
+    report = commands.add_parser("report", help="show the figures of a finished run")
+    report.add_argument("run", nargs="?", default="latest", help="name or folder of a run")
+    report.set_defaults(do=_report)
+    return parser
+
+
+def main() -> None:
+    """Entry point of the `slipstream` command."""
+    args = _parser().parse_args()
+    try:
+        sys.exit(args.do(args))
+    except InputError as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        sys.exit(2)
+    except SlipstreamError as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

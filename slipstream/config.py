@@ -1,0 +1,349 @@
+"""The run configuration: one frozen pydantic model a stage, gathered in `RunConfig`.
+
+`RunConfig` is the training flow's only parameter, so Prefect draws it as a form: descriptions carry
+units, constraints sit on the fields, unknown keys are refused.  Relative paths are taken from the
+directory in which the run is started (the repository's root for the deployments that ship here).
+
+A stage's key holds only what can change what comes out.  Each model names the fields that cannot
+in `RUNTIME`; `recipe()` leaves them out.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from slipstream.errors import InputError
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Stage(BaseModel):
+    """Base of the stage models: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    RUNTIME: ClassVar[frozenset[str]] = frozenset()
+
+    def recipe(self) -> dict[str, Any]:
+        """The JSON form of the fields that can change what the stage produces."""
+        return self.model_dump(mode="json", exclude=set(self.RUNTIME))
+
+
+class PromptsConfig(Stage):
+    """Where prompts come from and how they are split: by a hash of each prompt's key, never by position."""
+
+    RUNTIME = frozenset({"expected_prompts"})
+
+    sources: list[str] = Field(
+        min_length=1, description="Prompt files (.jsonl, .parquet) or folders of a Hugging Face data set on disk."
+    )
+    held_out_sources: list[str] = Field(
+        default=[],
+        description="Prompt files that only acceptance reads; a prompt that also stands in `sources` is not trained on.",
+    )
+    limit: int | None = Field(
+        default=None, ge=3, description="Use at most so many prompts of `sources` (the first in key order)."
+    )
+    held_out_ratio: float = Field(
+        default=0.1, ge=0, lt=1, description="Share of `sources` kept for the acceptance measurement."
+    )
+    val_ratio: float = Field(
+        default=0.1, gt=0, lt=1, description="Share of the remaining prompts that validates instead of training."
+    )
+    split_seed: int = Field(default=0, ge=0, description="Changes which prompts fall into which split.")
+    max_rejected_share: float = Field(
+        default=0.05, ge=0, lt=1, description="The stage fails when a larger share of prompts cannot be read."
+    )
+    expected_prompts: int | None = Field(
+        default=None, ge=1, description="What `slipstream plan` counts with while the files are not there."
+    )
+
+    @model_validator(mode="after")
+    def _someone_is_held_out(self) -> Self:
+        if self.held_out_ratio == 0 and not self.held_out_sources:
+            raise ValueError("set held_out_ratio above 0 or name held_out_sources: acceptance needs unseen prompts")
+        return self
+
+
+class VerifierConfig(Stage):
+    """The large model that is to decode faster."""
+
+    path: str = Field(description="Folder of the verifier: config.json, safetensors, tokenizer.")
+    shape: str | None = Field(
+        default=None,
+        description="Name under slipstream/verifiers/ whose published shape `plan` uses while the folder is absent.",
+    )
+    dtype: Dtype = Field(default="bfloat16", description="Type in which servers compute and write hidden states.")
+    max_model_len: int = Field(default=4096, ge=16, description="Longest prompt plus answer served, in tokens.")
+    reasoning_parser: str | None = Field(default="kimi_k2", description="vLLM's --reasoning-parser; null for none.")
+    trust_remote_code: bool = Field(default=False, description="Run Python code that ships with the verifier.")
+    revision: str | None = Field(default=None, description="Pinned revision; required with trust_remote_code.")
+
+    @model_validator(mode="after")
+    def _code_is_pinned(self) -> Self:
+        if self.trust_remote_code and not self.revision:
+            raise ValueError("trust_remote_code needs a pinned revision: it runs code from the verifier's folder")
+        return self
+
+
+class ServersConfig(Stage):
+    """How vLLM servers are started on this host.  Nothing here changes what a stage produces."""
+
+    RUNTIME = frozenset(
+        {
+            "python",
+            "device",
+            "gpus",
+            "tensor_parallel",
+            "startup_timeout_s",
+            "kv_cache_gib",
+            "max_num_seqs",
+            "extra_args",
+            "traces_endpoints",
+            "features_endpoints",
+            "features_storage",
+        }
+    )
+
+    python: str = Field(default=".venv-serve/bin/python", description="Interpreter of the serve environment.")
+    device: Literal["cpu", "cuda"] = Field(default="cuda", description="Where servers run.")
+    gpus: int = Field(default=1, ge=1, description="GPUs that servers may use on this host; on a CPU, servers at once.")
+    tensor_parallel: int = Field(default=1, ge=1, description="GPUs of one server; gpus / tensor_parallel replicas.")
+    startup_timeout_s: float = Field(default=1800, gt=0, description="Seconds until a server must generate a token.")
+    kv_cache_gib: int = Field(default=1, ge=1, description="KV cache of a CPU server, in GiB.")
+    max_num_seqs: int = Field(default=64, ge=1, description="Sequences that a server decodes at once.")
+    extra_args: list[str] = Field(default=[], description="Further vLLM arguments, for every server.")
+    traces_endpoints: list[str] = Field(default=[], description="Running servers (…/v1) to take traces from instead.")
+    features_endpoints: list[str] = Field(default=[], description="Running hidden-state servers (…/v1) to use instead.")
+    features_storage: str | None = Field(
+        default=None, description="Folder into which the servers of features_endpoints write, as seen from here."
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.gpus % self.tensor_parallel:
+            raise ValueError(f"gpus ({self.gpus}) must be a multiple of tensor_parallel ({self.tensor_parallel})")
+        if self.features_endpoints and not self.features_storage:
+            raise ValueError("features_endpoints needs features_storage: the folder its servers write into")
+        return self
+
+    @property
+    def replicas(self) -> int:
+        """Servers that run side by side."""
+        return self.gpus // self.tensor_parallel
+
+
+class TracesConfig(Stage):
+    """The verifier's own answers to the training and validation prompts."""
+
+    RUNTIME = frozenset(
+        {"concurrency", "request_timeout_s", "max_attempts", "max_rejected_share", "expected_tokens_per_trace"}
+    )
+
+    max_tokens: int = Field(default=2048, ge=1, description="Longest answer, thinking included, in tokens.")
+    temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
+    top_k: int = Field(default=0, ge=0, description="Top-k sampling; 0 is off.")
+    seed: int = Field(default=0, ge=0, description="Every request's seed is derived from this and the prompt's key.")
+    reasoning: bool = Field(default=True, description="A trace without a thinking part is rejected.")
+    keep_truncated: bool = Field(
+        default=True, description="Keep traces cut by max_tokens (as they are, unclosed) instead of rejecting them."
+    )
+    concurrency: int = Field(default=32, ge=1, description="Requests in flight.")
+    request_timeout_s: float = Field(default=1800, gt=0, description="Seconds for one answer.")
+    max_attempts: int = Field(default=5, ge=1, description="Attempts per request on transient failures.")
+    max_rejected_share: float = Field(default=0.05, ge=0, lt=1, description="The stage fails above this share.")
+    expected_tokens_per_trace: int = Field(
+        default=1024, ge=1, description="Prompt and answer, in tokens; what `slipstream plan` counts with."
+    )
+
+
+class FeaturesConfig(Stage):
+    """Hidden states of the traces: auxiliary layers and the final one.
+
+    Layer id k is the residual stream before layer k (transformers' `hidden_states[k]`); the final id
+    equals the number of layers and is the state before the final norm.
+    """
+
+    RUNTIME = frozenset({"shards", "concurrency", "request_timeout_s", "max_attempts", "max_lost_share"})
+
+    layer_ids: list[int] = Field(
+        min_length=1, description="Auxiliary layer ids, ascending; the final layer's is added by itself."
+    )
+    shards: int = Field(default=1, ge=1, description="Row ranges captured as separate tasks.")
+    concurrency: int = Field(default=8, ge=1, description="Requests in flight for one shard.")
+    request_timeout_s: float = Field(default=600, gt=0, description="Seconds for one sample, its file included.")
+    max_attempts: int = Field(default=3, ge=1, description="Attempts per sample on transient failures.")
+    max_lost_share: float = Field(default=0.01, ge=0, lt=1, description="The stage fails above this share.")
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        if sorted(set(self.layer_ids)) != self.layer_ids or self.layer_ids[0] < 0:
+            raise ValueError(f"layer_ids must be ascending, distinct and not negative, got {self.layer_ids}")
+        return self
+
+
+class VocabularyConfig(Stage):
+    """The drafter's smaller vocabulary: the most frequent supervised tokens plus every control token."""
+
+    size: int = Field(default=32000, ge=1, description="Tokens in the draft vocabulary.")
+    must_keep: list[int] = Field(default=[], description="Token ids that are in whatever their frequency.")
+
+
+class DraftShape(Stage):
+    """Shape of the drafter's decoder layers (Llama type)."""
+
+    num_layers: int = Field(default=1, ge=1, description="Decoder layers.")
+    num_attention_heads: int = Field(ge=1, description="Query heads.")
+    num_key_value_heads: int = Field(ge=1, description="Key and value heads.")
+    head_dim: int = Field(ge=2, description="Width of one head.")
+    intermediate_size: int = Field(ge=1, description="Width of the MLP.")
+    rms_norm_eps: float = Field(default=1e-6, gt=0, description="Epsilon of the RMS norms.")
+    rope_theta: float = Field(default=1e6, gt=0, description="Base of the rotary embedding; no scaling.")
+    max_position_embeddings: int = Field(default=262144, ge=16, description="Longest position, in tokens.")
+
+    @model_validator(mode="after")
+    def _grouped(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        return self
+
+
+class DrafterConfig(Stage):
+    """Training of the EAGLE-3 drafter by speculators' Trainer."""
+
+    RUNTIME = frozenset({"devices", "num_workers", "log_every", "threads"})
+
+    shape: DraftShape = Field(description="Shape of the decoder layers.")
+    init_from: str | None = Field(
+        default=None, description="Checkpoint folder to warm-start from (EAGLE-3, flat or speculators form)."
+    )
+    epochs: int = Field(default=5, ge=0, description="Passes over the training rows; 0 exports the initial drafter.")
+    learning_rate: float = Field(default=3e-5, gt=0, description="Peak learning rate.")
+    scheduler: Literal["cosine", "linear", "none"] = Field(default="cosine", description="Learning-rate schedule.")
+    warmup_ratio: float = Field(default=0.01, ge=0, le=1, description="Share of all steps that warms up.")
+    weight_decay: float = Field(default=0.01, ge=0, description="AdamW's weight decay.")
+    sequence_length: int = Field(default=2048, ge=16, description="Tokens of one packed step; longer rows are cut.")
+    ttt_steps: int = Field(default=3, ge=1, description="Training-time-test steps.")
+    ttt_step_loss_decay: float = Field(default=1.0, gt=0, le=1, description="Weight of each further step's loss.")
+    loss: Literal["kl_div", "ce"] = Field(default="kl_div", description="Loss against the verifier's distribution.")
+    compute_dtype: Dtype = Field(default="bfloat16", description="Type of the forward pass; weights stay float32.")
+    seed: int = Field(default=0, ge=0, description="Seed of the initial weights and of the data order.")
+    keep_initial: bool = Field(default=False, description="Export the drafter as it was before training, too.")
+    devices: list[int] = Field(default=[0], description="GPU indices to train on; empty trains on the CPU.")
+    num_workers: int = Field(default=4, ge=0, description="Data loader processes; 0 loads in the main process.")
+    threads: int = Field(default=0, ge=0, description="CPU threads of the trainer; 0 leaves it to torch.")
+    log_every: int = Field(default=10, ge=1, description="Steps between two lines of metrics.")
+
+
+class AcceptanceConfig(Stage):
+    """The measurement on a vLLM server: with the drafter, without it, on held-out prompts."""
+
+    RUNTIME = frozenset({"request_timeout_s"})
+
+    draft_tokens: int = Field(default=3, ge=1, description="Tokens drafted a step.")
+    max_prompts: int | None = Field(default=None, ge=1, description="Measure on at most so many held-out prompts.")
+    max_tokens: int = Field(default=2048, ge=1, description="Longest answer, in tokens; greedy.")
+    concurrency: int = Field(default=8, ge=1, description="Requests in flight.")
+    rounds: int = Field(default=1, ge=1, description="Times that both servers answer all prompts, in turn.")
+    untrained: bool = Field(
+        default=False,
+        description="Measure the drafter before training as well, as the floor of the figures; needs keep_initial.",
+    )
+    request_timeout_s: float = Field(default=1800, gt=0, description="Seconds for one answer.")
+
+
+class Rates(Stage):
+    """Throughputs that `slipstream plan` estimates hours from; measured figures belong here."""
+
+    traces_tokens_per_s: float = Field(default=757, gt=0, description="Tokens generated and read a second.")
+    features_tokens_per_s: float = Field(default=3165, gt=0, description="Tokens captured a second.")
+    training_tokens_per_s: float = Field(default=8500, gt=0, description="Tokens trained on a second.")
+
+
+class RunConfig(BaseModel):
+    """Everything that one run needs, from prompts to the verdict."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", description="Name of the run: runs/<name> in the work directory.")
+    workdir: str | None = Field(default=None, description="Work directory; null takes SLIPSTREAM_WORKDIR or ./work.")
+    prompts: PromptsConfig
+    verifier: VerifierConfig
+    servers: ServersConfig = ServersConfig()
+    traces: TracesConfig = TracesConfig()
+    features: FeaturesConfig
+    vocabulary: VocabularyConfig = VocabularyConfig()
+    drafter: DrafterConfig
+    acceptance: AcceptanceConfig = AcceptanceConfig()
+    rates: Rates = Rates()
+
+    @model_validator(mode="after")
+    def _untrained_is_kept(self) -> Self:
+        if self.acceptance.untrained and not self.drafter.keep_initial:
+            raise ValueError("acceptance.untrained needs drafter.keep_initial: there is nothing to measure otherwise")
+        return self
+
+    @property
+    def root(self) -> Path:
+        """The work directory as an absolute path."""
+        return Path(self.workdir or os.environ.get("SLIPSTREAM_WORKDIR") or "work").absolute()
+
+
+def load_config(path: Path) -> RunConfig:
+    """The configuration in the YAML file `path`.
+
+    Raises InputError with one sentence: an unreadable file, bad YAML, or the first field that is wrong.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the configuration ({error.strerror or error})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: expected a mapping of settings, see deployments/pocket.yaml for a complete one")
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise InputError(f"{path}: {describe(error)}") from error
+
+
+def describe(error: ValidationError) -> str:
+    """The first problem of a pydantic error as one sentence that names the key."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the configuration"
+    if first["type"] == "extra_forbidden":
+        return f"unknown key `{where}`: remove it or correct its spelling"
+    message = first["msg"].removeprefix("Value error, ")
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"`{where}`: {message[:1].lower()}{message[1:]}{more}"
+
+
+def rehearsal(config: RunConfig) -> RunConfig:
+    """`config` cut down to what one runs before a five-hour job.
+
+    Same code path and servers: 10 prompts, one training device, 3 epochs, 20 % validation, no data
+    workers (errors surface in the main process) and a work directory of its own.
+    """
+    name = f"{config.name}-rehearsal"
+    changes: dict[str, Any] = {
+        "name": name,
+        "workdir": str(config.root / "rehearsals" / config.name),
+        "prompts": config.prompts.model_copy(
+            update={"limit": 10, "val_ratio": 0.2, "held_out_ratio": 0.2 if not config.prompts.held_out_sources else 0}
+        ),
+        "drafter": config.drafter.model_copy(
+            update={"devices": config.drafter.devices[:1], "epochs": 3, "num_workers": 0}
+        ),
+        "acceptance": config.acceptance.model_copy(update={"max_prompts": 10, "rounds": 1}),
+    }
+    return config.model_copy(update=changes)

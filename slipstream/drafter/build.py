@@ -1,0 +1,70 @@
+"""The untrained drafter: a speculators Eagle3 model of the configured shape with the verifier's frozen parts.
+
+Embedding, head (the rows that `t2d` keeps) and final norm come from the verifier; `fc` and the decoder
+layers are random or, with `init_from`, warm-started.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream import vocabulary
+from slipstream.config import DraftShape
+from slipstream.drafter.job import Job
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+
+def layer_config(shape: DraftShape, hidden_size: int, vocab_size: int) -> LlamaConfig:
+    """The decoder's configuration.  Rope and positions are those of `shape`, in training as in serving."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        hidden_act="silu",
+        rms_norm_eps=shape.rms_norm_eps,
+        max_position_embeddings=shape.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+    )
+
+
+def build(job: Job, device: str) -> Any:
+    """An `Eagle3DraftModel` in float32 on the CPU, seeded by `drafter.seed`, verifier weights loaded."""
+    from speculators.model import SpeculatorModel
+
+    from slipstream.drafter import warm_start
+
+    torch.manual_seed(job.drafter.seed)
+    t2d, d2t = (torch.from_numpy(array) for array in vocabulary.load(Path(job.vocabulary)))
+    config = layer_config(job.drafter.shape, job.hidden_size, job.vocab_size)
+    registry = SpeculatorModel.registry
+    assert registry is not None
+    model = registry["eagle3"].from_training_args(
+        verifier_config=config,
+        t2d=t2d,
+        d2t=d2t,
+        draft_vocab_size=len(d2t),
+        norm_before_residual=False,
+        target_layer_ids=job.layer_ids,
+        ttt_steps=job.drafter.ttt_steps,
+        verifier_name_or_path=job.verifier,
+        # flex attention has no backward pass on a CPU
+        draft_attn_impl="sdpa" if device == "cpu" else "simple_flex_attention",
+    )
+    model = model.float()
+    if job.drafter.init_from:
+        warm_start.apply(model, Path(job.drafter.init_from))
+    return model

@@ -1,0 +1,39 @@
+"""What the training process is told: one JSON file, so that it can be started by hand as well.
+
+    python -m slipstream.drafter.worker job.json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from slipstream.config import DrafterConfig
+
+
+class Job(BaseModel):
+    """One training: paths are absolute, `layer_ids` are the auxiliary ones only."""
+
+    model_config = ConfigDict(frozen=True)
+    verifier: str
+    features: str
+    vocabulary: str
+    checkpoints: str
+    metrics: str
+    layer_ids: list[int]
+    hidden_size: int
+    vocab_size: int
+    train_rows: int
+    rows: int
+    drafter: DrafterConfig
+
+    @property
+    def train_ratio(self) -> float:
+        """The ratio at which speculators cuts its data set exactly after the training rows."""
+        return (self.train_rows + 0.5) / self.rows
+
+    @staticmethod
+    def load(path: Path) -> Job:
+        """The job in a JSON file."""
+        return Job.model_validate_json(path.read_bytes())

@@ -1,0 +1,233 @@
+"""The drafter stage: training in a child process, every epoch exported, the best one named.
+
+    drafter/<key>/
+      checkpoints/<epoch>/   what training resumes from (speculators form, float32, optimizer state)
+      epochs/<epoch>/        the flat form that vLLM and SGLang load
+      best                   link to the epoch with the longest expected accepted length on validation rows
+      metrics.jsonl, train.log, job.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from slipstream import atomic, process, verifier
+from slipstream.artifact import Artifact, checksum, claim, find, stage_key
+from slipstream.config import RunConfig
+from slipstream.digest import digest
+from slipstream.drafter import checkpoints
+from slipstream.drafter.job import Job
+from slipstream.errors import StageFailed, TransientError
+from slipstream.progress import Progress, Report
+
+STAGE, VERSION = "drafter", 1
+EPOCHS, CHECKPOINTS, BEST = "epochs", "checkpoints", "best"
+
+
+def _recipe(config: RunConfig) -> dict[str, Any]:
+    init = config.drafter.init_from
+    weights = [checksum(p) for p in sorted(Path(init).glob("*.safetensors"))] if init else None
+    return {
+        **config.drafter.recipe(),
+        "init_from": weights,
+        "device": "cuda" if config.drafter.devices else "cpu",
+        "world_size": max(1, len(config.drafter.devices)),
+        "export_dtype": config.verifier.dtype,
+    }
+
+
+def _inputs(config: RunConfig, features: Artifact, vocabulary: Artifact) -> dict[str, str]:
+    return {
+        "verifier": verifier.identity(config.verifier),
+        "features": features.content,
+        "vocabulary": vocabulary.content,
+    }
+
+
+def key(config: RunConfig, features: Artifact, vocabulary: Artifact) -> str:
+    """The folder key for these inputs."""
+    return stage_key(STAGE, VERSION, _recipe(config), _inputs(config, features, vocabulary))
+
+
+def run(
+    workdir: Path,
+    config: RunConfig,
+    features: Artifact,
+    vocabulary: Artifact,
+    report: Report,
+    on_wait: Callable[[str], None] | None = None,
+) -> Artifact:
+    """Trains the epochs that are not finished, exports each, picks the best.
+
+    Raises StageFailed when the feature store is incomplete or training ends early; TransientError when the
+    training process was killed from outside (what it finished stays finished).
+    """
+    recipe, inputs = _recipe(config), _inputs(config, features, vocabulary)
+    name = stage_key(STAGE, VERSION, recipe, inputs)
+    with claim(workdir, STAGE, name, on_wait) as folder:
+        if (done := find(workdir, STAGE, name)) is not None:
+            return done
+        folder.reopen()
+        if damage := features.verify():
+            raise StageFailed(f"{features.path}: {damage[0].path} is {damage[0].reason}; run again to repair it")
+        store = folder.path / CHECKPOINTS
+        before = checkpoints.finished_epochs(store)
+        if len(before) < config.drafter.epochs or not _initial_ready(config, store):
+            _train(folder.path, config, features, vocabulary, report)
+        epochs = checkpoints.finished_epochs(store)
+        expected = list(range(config.drafter.epochs))
+        if epochs != expected:
+            raise StageFailed(f"{folder.path / 'train.log'}: training ended with epochs {epochs} instead of {expected}")
+        names = [checkpoints.INITIAL] if _initial_wanted(config) else []
+        names += [str(epoch) for epoch in epochs]
+        for epoch_name in names:
+            _export(folder.path, epoch_name, config)
+        lengths = {
+            epoch: checkpoints.expected_accepted_length(checkpoints.validation_metrics(store, epoch)) for epoch in epochs
+        }
+        best = str(max(lengths, key=lambda epoch: lengths[epoch])) if lengths else checkpoints.INITIAL
+        _point(folder.path / BEST, Path(EPOCHS) / best)
+        files = [str(p.relative_to(folder.path)) for p in sorted((folder.path / EPOCHS).glob("*/*"))]
+        files += [str(p.relative_to(folder.path)) for p in sorted(store.glob("*/*")) if p.is_file()]
+        files += ["job.json"] + (["metrics.jsonl"] if (folder.path / "metrics.jsonl").exists() else [])
+        served = {epoch_name: checksum(folder.path / EPOCHS / epoch_name / "model.safetensors") for epoch_name in names}
+        return folder.commit(
+            version=VERSION,
+            recipe=recipe,
+            inputs=inputs,
+            content=digest([served[best], served.get(checkpoints.INITIAL)]),
+            files=files,
+            counts={
+                "epochs": len(epochs),
+                "best_epoch": best,
+                "expected_accepted_length": {str(e): round(length, 4) for e, length in lengths.items()},
+                **parameter_counts(folder.path / EPOCHS / best / "model.safetensors"),
+            },
+            work={"epochs_trained": len(epochs) - len(before), "epochs_reused": len(before)},
+        )
+
+
+def _initial_wanted(config: RunConfig) -> bool:
+    return config.drafter.keep_initial or config.drafter.epochs == 0
+
+
+def _initial_ready(config: RunConfig, store: Path) -> bool:
+    return not _initial_wanted(config) or (store / checkpoints.INITIAL).is_dir()
+
+
+def _job(folder: Path, config: RunConfig, features: Artifact, vocabulary: Artifact) -> Job:
+    shape = verifier.load_shape(config.verifier)
+    counts = features.manifest().counts
+    return Job(
+        verifier=str(verifier.folder_of(config.verifier).absolute()),
+        features=features.path,
+        vocabulary=vocabulary.path,
+        checkpoints=str(folder / CHECKPOINTS),
+        metrics=str(folder / "metrics.jsonl"),
+        layer_ids=config.features.layer_ids,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        train_rows=counts["train"],
+        rows=counts["rows"],
+        drafter=config.drafter,
+    )
+
+
+def _train(folder: Path, config: RunConfig, features: Artifact, vocabulary: Artifact, report: Report) -> None:
+    job = folder / "job.json"
+    atomic.write_bytes(job, _job(folder, config, features, vocabulary).model_dump_json(indent=2).encode())
+    line = [sys.executable, "-m"]
+    devices = config.drafter.devices
+    if len(devices) > 1:
+        line += ["torch.distributed.run", "--standalone", f"--nproc-per-node={len(devices)}", "-m"]
+    line += ["slipstream.drafter.worker", str(job)]
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    child = process.start(line, folder / "train.log", env)
+    try:
+        follow = _Follower(folder, config.drafter.epochs, report)
+        while (status := child.returncode()) is None:
+            follow.poll()
+            time.sleep(0.5)
+        follow.poll()
+    finally:
+        child.stop()
+    if status > 128:
+        raise TransientError(f"{child.log}: the training process was killed (status {status}):\n{child.log_tail()}")
+    if status:
+        raise StageFailed(f"{child.log}: the training process failed with status {status}:\n{child.log_tail()}")
+
+
+class _Follower:
+    """Turns the worker's metrics file into progress."""
+
+    def __init__(self, folder: Path, epochs: int, report: Report) -> None:
+        self._path, self._epochs, self._report = folder / "metrics.jsonl", epochs, report
+        self._store = folder / CHECKPOINTS
+        self._position = self._path.stat().st_size if self._path.exists() else 0
+
+    def poll(self) -> None:
+        """Reports the newest training line, if there is one."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+        self._position += sum(map(len, lines))
+        for line in reversed(lines):
+            row = json.loads(line)
+            if "train" in row:
+                figures = {"step": row["global_step"], "loss": round(row["train"]["loss"], 4), "lr": row["lr"]}
+                if row.get("profile"):
+                    figures["tokens/s"] = round(row["profile"]["tokens_per_s"])
+                done = len(checkpoints.finished_epochs(self._store))
+                self._report(Progress(done, self._epochs, "epochs", figures))
+                return
+
+
+def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
+    """The metric lines of a drafter folder that are complete."""
+    path = folder / "metrics.jsonl"
+    if path.exists():
+        yield from (json.loads(line) for line in path.read_text().splitlines() if line.endswith("}"))
+
+
+def _export(folder: Path, name: str, config: RunConfig) -> None:
+    from slipstream.drafter import export
+
+    parent = folder / EPOCHS
+    parent.mkdir(exist_ok=True)
+    temporary = parent / checkpoints.temporary_name(name)
+    shutil.rmtree(temporary, ignore_errors=True)
+    export.export(folder / CHECKPOINTS / name, temporary, config.verifier.dtype)
+    checkpoints.publish(parent, name)
+
+
+def _point(link: Path, target: Path) -> None:
+    temporary = link.with_name(f".{link.name}{atomic.SUFFIX}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    os.replace(temporary, link)
+
+
+def parameter_counts(path: Path) -> dict[str, int]:
+    """How many parameters an exported drafter has, and how many of them training changed."""
+    from safetensors import safe_open
+
+    frozen = ("embed_tokens.", "lm_head.", "d2t", "t2d")
+    total = trained = 0
+    with safe_open(path, framework="numpy") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            count = 1
+            for size in file.get_slice(name).get_shape():
+                count *= size
+            if name not in ("d2t", "t2d"):
+                total += count
+                trained += 0 if name.startswith(frozen) else count
+    return {"parameters": total, "trained_parameters": trained}

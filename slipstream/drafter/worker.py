@@ -1,0 +1,131 @@
+"""The training process: `python -m slipstream.drafter.worker job.json`, under torchrun for several GPUs.
+
+A process of its own because speculators installs signal handlers, and because a trainer that dies must not
+take the flow along.  Killed at any instant and started again, it continues after the last finished epoch.
+Metrics go to `job.metrics`, one JSON object a line, as speculators logs them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.drafter import build, checkpoints
+from slipstream.drafter.job import Job
+
+
+class JsonLines(logging.Handler):
+    """Appends the dictionaries that speculators logs as metrics to a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = path.open("a", buffering=1)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one line."""
+        if isinstance(record.msg, dict):
+            self._file.write(json.dumps({"time": time.time(), **record.msg}) + "\n")
+
+
+def _loaders(job: Job, model: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.train.dataloader import create_train_val_loaders
+
+    return create_train_val_loaders(
+        data_path=job.features,
+        total_seq_len=job.drafter.sequence_length,
+        hidden_states_dtype=dtype,
+        vllm_endpoint="",
+        on_missing="raise",  # never generate or skip: the store is complete or the stage fails
+        verifier_name_or_path=job.verifier,
+        request_timeout=None,
+        max_retries=0,
+        generation_validation_retries=0,
+        max_consecutive_generation_failures=1,
+        hidden_size=job.hidden_size,
+        num_target_layers=len(model.target_layer_ids),
+        num_workers=job.drafter.num_workers,
+        prefetch_factor=4,
+        preprocess=shift_batch,
+        train_data_ratio=job.train_ratio,
+        seed=job.drafter.seed,
+    )
+
+
+def _save_initial(model: Any, folder: Path) -> None:
+    if (folder / checkpoints.INITIAL).is_dir():
+        return
+    temporary = folder / checkpoints.temporary_name(checkpoints.INITIAL)
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    checkpoints.publish(folder, checkpoints.INITIAL)
+
+
+def main(path: Path) -> None:
+    """Trains what the job says."""
+    from speculators.train.distributed import get_rank, maybe_destroy_distributed, maybe_setup_distributed
+    from speculators.train.trainer import TrainerConfig
+
+    from slipstream.drafter import trainer as epochs
+
+    job = Job.load(path)
+    config = job.drafter
+    device = "cuda" if config.devices else "cpu"
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    if device == "cpu":
+        epochs.use_cpu()
+    maybe_setup_distributed()
+    folder = Path(job.checkpoints)
+    folder.mkdir(parents=True, exist_ok=True)
+    if get_rank() == 0:
+        checkpoints.sweep(folder)
+    model = build.build(job, device)
+    if get_rank() == 0 and (config.keep_initial or config.epochs == 0):
+        _save_initial(model, folder)
+    if get_rank() == 0:
+        logger = logging.getLogger("speculators.metrics")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(JsonLines(Path(job.metrics)))
+    dtype = getattr(torch, config.compute_dtype)
+    train_loader, val_loader = _loaders(job, model, dtype)
+    train_kwargs, val_kwargs = type(model).get_trainer_kwargs(
+        loss_fn=config.loss,
+        loss_implementation="eager" if device == "cpu" else "fused",  # fused needs Triton
+        ttt_steps=config.ttt_steps,
+        ttt_step_loss_decay=config.ttt_step_loss_decay,
+    )
+    trainer = epochs.EpochTrainer(
+        model,
+        TrainerConfig(
+            lr=config.learning_rate,
+            num_epochs=config.epochs,
+            save_path=str(folder),
+            resume_from_checkpoint=True,
+            train_call_kwargs=train_kwargs,
+            val_call_kwargs=val_kwargs,
+            weight_decay=config.weight_decay,
+            scheduler_type=config.scheduler,
+            scheduler_warmup_ratio=config.warmup_ratio,
+            hidden_states_dtype=dtype,
+            log_freq=config.log_every,
+        ),
+        train_loader,
+        val_loader,
+        device,
+    )
+    trainer.run_training()
+    maybe_destroy_distributed()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    main(Path(sys.argv[1]))

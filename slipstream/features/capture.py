@@ -1,0 +1,169 @@
+"""Capturing hidden states through vLLM: one prefill request a sample, paired by token ids, never by order."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from slipstream.config import FeaturesConfig
+from slipstream.errors import ServerError, TransientError, is_transient_status
+from slipstream.features.pool import FeaturePool
+from slipstream.features.sample import BadSample
+from slipstream.progress import Progress, Report
+from slipstream.serving import Endpoint
+
+FLUSH_EVERY_S = 2.0  # an idle engine writes a finished request's file only at its next step
+
+
+@dataclass
+class Outcome:
+    """What a capture did: samples and tokens stored, and the rows that were lost with the reason."""
+
+    captured: int = 0
+    tokens: int = 0
+    lost: dict[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def capture(
+    rows: Sequence[tuple[int, Sequence[int]]],
+    endpoint: Endpoint,
+    storage: Path,
+    pool: FeaturePool,
+    config: FeaturesConfig,
+    report: Report,
+) -> Outcome:
+    """Captures `rows` (row number, token ids) and moves each sample into the pool as it arrives.
+
+    `storage` is the folder into which the server writes; a path it returns is used only inside it.
+    """
+    return asyncio.run(_capture(rows, endpoint, storage.resolve(), pool, config, report))
+
+
+async def _capture(
+    rows: Sequence[tuple[int, Sequence[int]]],
+    endpoint: Endpoint,
+    storage: Path,
+    pool: FeaturePool,
+    config: FeaturesConfig,
+    report: Report,
+) -> Outcome:
+    outcome = Outcome()
+    started = time.monotonic()
+    queue = iter(rows)
+    async with httpx.AsyncClient(timeout=config.request_timeout_s) as client:
+
+        async def work() -> None:
+            for row, token_ids in queue:
+                try:
+                    await _with_retries(client, endpoint, storage, pool, token_ids, config)
+                except (BadSample, ServerError, TransientError) as error:
+                    outcome.lost[row] = str(error)
+                else:
+                    outcome.captured += 1
+                    outcome.tokens += len(token_ids)
+                outcome.seconds = time.monotonic() - started
+                figures = {"tokens/s": round(outcome.tokens / outcome.seconds), "lost": len(outcome.lost)}
+                report(Progress(outcome.captured + len(outcome.lost), len(rows), "samples", figures))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(config.concurrency, len(rows))):
+                group.create_task(work())
+    return outcome
+
+
+async def _with_retries(
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    storage: Path,
+    pool: FeaturePool,
+    token_ids: Sequence[int],
+    config: FeaturesConfig,
+) -> None:
+    for attempt in range(1, config.max_attempts + 1):
+        path: Path | None = None
+        try:
+            path = await _request(client, endpoint, storage, token_ids)
+            await _await_file(client, endpoint, path, config.request_timeout_s)
+            await asyncio.to_thread(pool.add, token_ids, path)
+            return
+        except (BadSample, TransientError):
+            if attempt == config.max_attempts:
+                raise
+            await asyncio.sleep(min(10.0, 2.0 ** (attempt - 1)))
+        finally:
+            if path is not None:
+                path.unlink(missing_ok=True)
+                path.with_name(path.name + ".lock").unlink(missing_ok=True)
+
+
+async def _post(client: httpx.AsyncClient, endpoint: Endpoint, token_ids: Sequence[int]) -> httpx.Response:
+    body = {"model": endpoint.model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0}
+    return await client.post(f"{endpoint.url}/completions", json=body)
+
+
+async def _request(
+    client: httpx.AsyncClient, endpoint: Endpoint, storage: Path, token_ids: Sequence[int]
+) -> Path:
+    try:
+        answer = await _post(client, endpoint, token_ids)
+    except httpx.HTTPError as error:
+        raise TransientError(f"{endpoint.url}: {type(error).__name__}") from error
+    if is_transient_status(answer.status_code):
+        raise TransientError(f"{endpoint.url}: HTTP {answer.status_code}")
+    if answer.status_code != 200:
+        raise ServerError(f"{endpoint.url}: HTTP {answer.status_code}: {answer.text[:200]}")
+    named = (answer.json().get("kv_transfer_params") or {}).get("hidden_states_path")
+    if not named:
+        raise ServerError(f"{endpoint.url}: answered without a hidden-state file; it is not an extraction server")
+    path = Path(os.path.realpath(named))
+    if not path.is_relative_to(storage):
+        raise ServerError(f"{endpoint.url}: named {named}, outside its storage folder {storage}; not read")
+    return path
+
+
+async def _await_file(client: httpx.AsyncClient, endpoint: Endpoint, path: Path, timeout_s: float) -> None:
+    """Returns when the server has released the lock beside `path` and the file is there."""
+    lock = path.with_name(path.name + ".lock")
+    deadline = time.monotonic() + timeout_s
+    next_flush = time.monotonic() + FLUSH_EVERY_S
+    while time.monotonic() < deadline:
+        if path.exists() and _released(lock):
+            return
+        if time.monotonic() > next_flush:
+            next_flush += FLUSH_EVERY_S
+            await _flush(client, endpoint)
+        await asyncio.sleep(0.01)
+    raise TransientError(f"{path}: the server answered 200 but wrote no file within {timeout_s:.0f} s")
+
+
+def _released(lock: Path) -> bool:
+    try:
+        fd = os.open(lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+async def _flush(client: httpx.AsyncClient, endpoint: Endpoint) -> None:
+    """One token through the engine, so that it writes what it still holds; its own file is removed."""
+    try:
+        answer = await _post(client, endpoint, [1])
+        named = (answer.json().get("kv_transfer_params") or {}).get("hidden_states_path")
+    except (httpx.HTTPError, ValueError) as error:
+        raise TransientError(f"{endpoint.url}: {type(error).__name__}") from error
+    if answer.status_code != 200 or not named:
+        raise TransientError(f"{endpoint.url}: HTTP {answer.status_code} while waiting for a file")

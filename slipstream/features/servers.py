@@ -1,0 +1,110 @@
+"""Extraction servers that the shards of one process share.
+
+`shared(workdir, config)` opens a lane per replica; a lane's server starts when a shard first borrows it and
+stays for the next one, so all shards cost one start.  A lane whose shard met an error gets a fresh server.
+Outside `shared`, `lend` starts a server for the one shard that asked (a task on another host).
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from slipstream import serving, verifier
+from slipstream.config import RunConfig
+from slipstream.features.stage import Lease
+
+
+class Lanes:
+    """One lane a replica; each serves one shard at a time."""
+
+    def __init__(self, workdir: Path, config: RunConfig) -> None:
+        self._workdir, self._config = workdir, config
+        named = config.servers.features_endpoints
+        self._free: queue.Queue[int] = queue.Queue()
+        for lane in range(len(named) or config.servers.replicas):
+            self._free.put(lane)
+        self._open: dict[int, tuple[ExitStack, Lease]] = {}
+
+    @contextmanager
+    def borrow(self) -> Iterator[Lease]:
+        """A lane's server; waits for a free lane."""
+        lane = self._free.get()
+        try:
+            if lane not in self._open:
+                stack = ExitStack()
+                self._open[lane] = (stack, stack.enter_context(self._start(lane)))
+            yield self._open[lane][1]
+        except BaseException:
+            self._close(lane)
+            raise
+        finally:
+            self._free.put(lane)
+
+    @contextmanager
+    def _start(self, lane: int) -> Iterator[Lease]:
+        config, servers = self._config, self._config.servers
+        if servers.features_endpoints:
+            yield Lease(serving.connect(servers.features_endpoints[lane]), Path(str(servers.features_storage)))
+            return
+        # On the file system of the pool, so that a finished file moves in by a rename.
+        incoming = self._workdir / "pool" / "features" / "incoming"
+        incoming.mkdir(parents=True, exist_ok=True)
+        storage = Path(tempfile.mkdtemp(prefix=f"lane{lane}-", dir=incoming))
+        try:
+            shape = verifier.load_shape(config.verifier)
+            spec = serving.extraction_server(verifier.capture_ids(config.features.layer_ids, shape), storage)
+            log = self._workdir / "logs" / f"extraction-{lane}.log"
+            gpus = serving.visible_gpus(servers, lane) if servers.device == "cuda" else []
+            scratch = self._workdir / "scratch" / f"extraction-{lane}"
+            with serving.serve(config.verifier, servers, spec, log, scratch, gpus) as endpoint:
+                yield Lease(endpoint, storage)
+        finally:
+            shutil.rmtree(storage, ignore_errors=True)
+
+    def _close(self, lane: int) -> None:
+        if (opened := self._open.pop(lane, None)) is not None:
+            opened[0].close()
+
+    def close(self) -> None:
+        """Ends every server."""
+        for lane in list(self._open):
+            self._close(lane)
+
+
+_shared: dict[str, Lanes] = {}
+
+
+def _name(workdir: Path, config: RunConfig) -> str:
+    return f"{workdir}:{config.verifier.model_dump_json()}:{config.servers.model_dump_json()}:{config.features.layer_ids}"
+
+
+@contextmanager
+def shared(workdir: Path, config: RunConfig) -> Iterator[None]:
+    """Inside the block, shards of this configuration in this process share its servers."""
+    lanes = _shared[_name(workdir, config)] = Lanes(workdir, config)
+    try:
+        yield
+    finally:
+        del _shared[_name(workdir, config)]
+        lanes.close()
+
+
+@contextmanager
+def lend(workdir: Path, config: RunConfig) -> Iterator[Lease]:
+    """A server for one shard: a shared lane when there is one, else a server of its own."""
+    lanes = _shared.get(_name(workdir, config))
+    if lanes is not None:
+        with lanes.borrow() as lease:
+            yield lease
+        return
+    own = Lanes(workdir, config)
+    try:
+        with own.borrow() as lease:
+            yield lease
+    finally:
+        own.close()

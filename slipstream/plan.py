@@ -1,0 +1,134 @@
+"""What a configuration will cost and whether it fits, before anything starts.
+
+Works on any machine: while the verifier's folder or the prompts are absent it counts with the published shape
+(`verifier.shape`), `prompts.expected_prompts` and `traces.expected_tokens_per_trace`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from slipstream import verifier
+from slipstream.config import BYTES, RunConfig
+from slipstream.errors import InputError
+from slipstream.traces import prompts
+
+RESERVE = 0.05  # share of the disk that a run leaves free
+
+
+def gpus_here() -> int:
+    """NVIDIA GPUs of this machine."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def free_bytes(path: Path) -> int:
+    """Free bytes on the file system that `path` lies or will lie on."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def _shape(config: RunConfig) -> tuple[verifier.Shape, str]:
+    if (Path(config.verifier.path) / "config.json").is_file():
+        return verifier.load_shape(config.verifier), config.verifier.path
+    if config.verifier.shape:
+        return verifier.published_shape(config.verifier.shape), f"published shape {config.verifier.shape}"
+    return verifier.load_shape(config.verifier), config.verifier.path  # raises: no such folder
+
+
+def _prompts(config: RunConfig) -> int:
+    if all(Path(source).exists() for source in config.prompts.sources):
+        found, _, _ = prompts.read(config.prompts.sources)
+        count = len(found)
+    elif config.prompts.expected_prompts:
+        count = config.prompts.expected_prompts
+    else:
+        missing = next(source for source in config.prompts.sources if not Path(source).exists())
+        raise InputError(f"{missing}: no such prompt file; without it set prompts.expected_prompts to plan")
+    return min(count, config.prompts.limit or count)
+
+
+def _drafter_parameters(config: RunConfig, shape: verifier.Shape) -> dict[str, int]:
+    draft, hidden = config.drafter.shape, shape.hidden_size
+    heads = draft.num_attention_heads * draft.head_dim
+    kv_heads = draft.num_key_value_heads * draft.head_dim
+    mlp = 3 * hidden * draft.intermediate_size
+    first = 2 * hidden * (heads + 2 * kv_heads) + heads * hidden + mlp + 3 * hidden
+    later = hidden * (heads + 2 * kv_heads) + heads * hidden + mlp + 2 * hidden
+    trained = len(config.features.layer_ids) * hidden * hidden + first + (draft.num_layers - 1) * later + hidden
+    frozen = (shape.vocab_size + config.vocabulary.size) * hidden
+    return {"trained": trained, "total": trained + frozen}
+
+
+def plan(config: RunConfig) -> dict[str, Any]:
+    """Tokens, bytes, hours, GPUs, free disk, and `fits` with the reasons against it.
+
+    Raises InputError when the configuration contradicts itself (a layer id past the last, a draft vocabulary
+    larger than the verifier's) or nothing is known about the verifier.
+    """
+    shape, source = _shape(config)
+    layer_ids = verifier.capture_ids(config.features.layer_ids, shape)
+    if config.vocabulary.size > shape.vocab_size:
+        raise InputError(
+            f"vocabulary.size: {config.vocabulary.size} draft tokens are more than the verifier's {shape.vocab_size}"
+        )
+    count = _prompts(config)
+    traced = round(count * (1 - config.prompts.held_out_ratio))
+    tokens = traced * config.traces.expected_tokens_per_trace
+    bytes_per_token = len(layer_ids) * shape.hidden_size * BYTES[config.verifier.dtype]
+    store = tokens * bytes_per_token
+    parameters = _drafter_parameters(config, shape)
+    # weights and two moments in float32 to resume from, and the export, each epoch
+    checkpoint = parameters["trained"] * 8 + parameters["total"] * (4 + BYTES[config.verifier.dtype])
+    checkpoints = checkpoint * (config.drafter.epochs + config.drafter.keep_initial)
+    free = free_bytes(config.root)
+    trained_tokens = tokens * (1 - config.prompts.val_ratio) * config.drafter.epochs
+    hours = {
+        "traces": tokens / config.rates.traces_tokens_per_s / 3600,
+        "features": tokens / config.rates.features_tokens_per_s / 3600,
+        "training": trained_tokens / config.rates.training_tokens_per_s / max(1, len(config.drafter.devices)) / 3600,
+    }
+    gpus = max(config.servers.gpus if config.servers.device == "cuda" else 0, len(config.drafter.devices))
+    needed = int((store + checkpoints) * (1 + RESERVE))
+    reasons = []
+    if needed > free:
+        reasons.append(f"{needed / 1e9:.1f} GB of disk needed under {config.root}, {free / 1e9:.1f} GB free")
+    if gpus > (here := gpus_here()):
+        reasons.append(f"{gpus} GPUs needed, {here} here")
+    return {
+        "name": config.name,
+        "verifier": source,
+        "prompts": count,
+        "traced_prompts": traced,
+        "tokens": tokens,
+        "layer_ids": layer_ids,
+        "bytes_per_token": bytes_per_token,
+        "feature_store_bytes": store,
+        "checkpoint_bytes": checkpoints,
+        "disk_free_bytes": free,
+        "gpus": gpus,
+        "gpus_here": gpus_here(),
+        "servers": {"replicas": config.servers.replicas, "tensor_parallel": config.servers.tensor_parallel},
+        "drafter_parameters": parameters,
+        "hours": {name: round(value, 2) for name, value in hours.items()},
+        "hours_total": round(sum(hours.values()), 2),
+        "fits": not reasons,
+        "reasons": reasons,
+    }
+
+
+def preflight(config: RunConfig) -> None:
+    """Everything that can be known to be wrong before a server starts; raises InputError with one sentence."""
+    from slipstream import serving
+    from slipstream.traces import prompt_set
+
+    verifier.check(config)
+    verifier.identity(config.verifier)
+    prompt_set.key(config.prompts)
+    serving.require_environment(config.servers)
+    if config.drafter.init_from and not Path(config.drafter.init_from).is_dir():
+        raise InputError(f"{config.drafter.init_from}: no such checkpoint folder; set drafter.init_from or remove it")
+    if not (estimate := plan(config))["fits"]:
+        raise InputError(f"{config.name}: does not fit here: {'; '.join(estimate['reasons'])}")

@@ -1,0 +1,70 @@
+"""Makes the pocket verifier: `python -m slipstream.pocket.build --out DIR [--device cpu|cuda] [--steps N] [--seed S]`.
+
+Draws the curriculum (never a held-out prompt), trains the tokenizer and the model, rounds the weights to bf16, writes
+the directory, reads it back in float32 and prints greedy exact match on held-out prompts, per kind.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import DeepseekV3ForCausalLM
+
+from slipstream.pocket import tokenizer as tokens
+from slipstream.pocket.curriculum import generate
+from slipstream.pocket.grading import grade, table
+from slipstream.pocket.model import export, load_text_model, text_config
+from slipstream.pocket.traces import batches, encode, training_tasks
+from slipstream.pocket.training import Recipe, train, use_all_experts
+
+POOL = 400_000
+"""Distinct draws at most; longer trainings go round again in another order."""
+
+
+def build(out: Path, device: str, recipe: Recipe, seed: int, graded: int = 1400) -> str:
+    """Trains and writes `out` (made if absent); returns the table of grades. Raises OSError when `out` is a file."""
+    out.mkdir(parents=True, exist_ok=True)
+    tasks = training_tasks(min(POOL, recipe.steps * recipe.rows + 32 * recipe.rows), seed)
+    words = [t for task in tasks[:20_000] for t in ("user", "assistant", task.prompt, task.thinking, task.answer)]
+    tokenizer = tokens.train(words)
+    bos, eos, pad = (tokenizer.token_to_id(t) for t in ("[BOS]", "<|im_end|>", "[PAD]"))
+    traces = encode(tokenizer, tasks)
+    prompt = sum(t.prompt for t in traces) / len(traces)
+    print(f"{len(traces)} traces, {prompt:.1f} prompt and {sum(len(t.ids) for t in traces) / len(traces) - prompt:.1f}"
+          " output tokens on average", flush=True)
+    torch.manual_seed(seed)
+    model = DeepseekV3ForCausalLM(text_config(bos, eos, pad)).to(device)
+    supply = batches(traces, recipe.rows, pad, seed)
+    torch.set_float32_matmul_precision("high")
+    seconds = train(model, lambda: next(supply), recipe, say=lambda line: print(line, flush=True))
+    print(f"trained in {seconds:.0f} s on {device}", flush=True)
+    tokens.save(tokenizer, out)
+    export(model, tokenizer, out)
+    torch.set_float32_matmul_precision("highest")
+    rounded = load_text_model(out).to(device)
+    if device == "cuda":
+        use_all_experts(rounded)
+    return table(grade(rounded, tokenizer, generate(graded, seed=seed + 1, held_out=True)))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m slipstream.pocket.build", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the verifier directory to write")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--rows", type=int, default=Recipe.rows, help="traces a step")
+    parser.add_argument("--matrix-lr", type=float, default=Recipe.matrix_lr)
+    parser.add_argument("--other-lr", type=float, default=Recipe.other_lr)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--graded", type=int, default=1400, help="held-out prompts to grade")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    recipe = Recipe(args.steps, args.rows, args.matrix_lr, args.other_lr)
+    print(build(args.out, args.device, recipe, args.seed, args.graded), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Child processes that never outlive their parent: a small supervisor between the two.
+
+`start(command)` runs `python -m slipstream.process <parent pid> -- command…`.  The supervisor leads a
+session of its own, adopts orphans (PR_SET_CHILD_SUBREAPER), and ends everything below it with SIGTERM,
+after a grace period with SIGKILL, as soon as
+
+* the parent is gone, however it died (a pidfd tells; a parent-death signal would not do: it follows
+  the creating thread, which in a task runner ends early, and grandchildren do not inherit it), or
+* it is asked to by SIGTERM or SIGINT, or
+* the command itself has ended and left children behind.
+
+Its exit status is the command's (128 + n for signal n).  Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+GRACE_S = 10.0
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Process:
+    """A supervised command and its descendants."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
+        self._popen, self.log = popen, log
+        self.pid = popen.pid
+
+    def returncode(self) -> int | None:
+        """The command's exit status, or None while it runs."""
+        return self._popen.poll()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end; raises subprocess.TimeoutExpired."""
+        return self._popen.wait(timeout)
+
+    def stop(self) -> None:
+        """Ends the command and everything it started; returns when all of it is gone."""
+        if self._popen.poll() is None:
+            self._popen.send_signal(signal.SIGTERM)
+        try:
+            self._popen.wait(GRACE_S + 10)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+    def log_tail(self, lines: int = 15) -> str:
+        """The last lines of the log."""
+        try:
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        except OSError:
+            return ""
+
+
+def start(
+    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Process:
+    """Starts `command` under a supervisor; stdout and stderr are appended to `log`.
+
+    `env` is added to this process's environment.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    supervisor = [sys.executable, "-m", "slipstream.process", str(os.getpid()), "--", *command]
+    with log.open("ab") as output:
+        popen = subprocess.Popen(
+            supervisor,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            cwd=cwd,
+            start_new_session=True,
+        )
+    return Process(popen, log)
+
+
+def descendants(root: int) -> list[int]:
+    """Process ids of everything below `root`, read from /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            stat = Path("/proc", entry, "stat").read_text()
+        except OSError:
+            continue
+        parent = int(stat.rpartition(")")[2].split()[1])
+        children.setdefault(parent, []).append(int(entry))
+    found: list[int] = []
+    todo = [root]
+    while todo:
+        for child in children.get(todo.pop(), []):
+            found.append(child)
+            todo.append(child)
+    return found
+
+
+def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            continue
+    except ChildProcessError:
+        return
+
+
+def _end_descendants() -> None:
+    me = os.getpid()
+    _signal_all(descendants(me), signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline:
+        _reap()
+        if not descendants(me):
+            return
+        time.sleep(0.05)
+    while left := descendants(me):
+        _signal_all(left, signal.SIGKILL)
+        time.sleep(0.05)
+        _reap()
+
+
+def _die_with_supervisor() -> None:
+    """Runs in the command before exec: even a kill -9 of the supervisor ends it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _supervise(parent: int, command: Sequence[str]) -> int:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        parent_fd = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return 128 + signal.SIGTERM
+    if os.getppid() != parent:  # it died before the descriptor was open
+        return 128 + signal.SIGTERM
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    asked: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        asked.append(number)
+        os.write(wake_write, b"x")
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, note)
+    child = subprocess.Popen(command, preexec_fn=_die_with_supervisor)  # noqa: PLW1509 - one thread here
+    child_fd = os.pidfd_open(child.pid)
+    poll = select.poll()
+    for fd in (parent_fd, child_fd, wake_read):
+        poll.register(fd, select.POLLIN)
+    ready = {fd for fd, _ in poll.poll()}
+    if child_fd in ready:
+        status = child.wait()
+        _end_descendants()
+        return status if status >= 0 else 128 - status
+    _end_descendants()
+    return 128 + (asked[0] if asked else signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    _parent, _separator, *_command = sys.argv[1:]
+    sys.exit(_supervise(int(_parent), _command))

@@ -1,0 +1,221 @@
+"""vLLM servers: started in the serve environment, ready when they have generated a token, ended in every exit path.
+
+`serve(config, spec, …)` is the whole life of one server as a context manager.  Readiness is decided by a
+generated token, not by /health, which answers before the engine can.  The log stays with the artifact.
+
+Flags are vLLM's (0.25.1 or newer: older ones cannot capture the final layer of DeepSeek/Kimi verifiers).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from slipstream import process
+from slipstream.config import ServersConfig, VerifierConfig
+from slipstream.errors import InputError, ServerError
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server that answers: `url` ends in /v1, `model` is the name it serves."""
+
+    url: str
+    model: str
+
+    @property
+    def metrics_url(self) -> str:
+        """The Prometheus page beside the API."""
+        return self.url.removesuffix("/v1") + "/metrics"
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What one server is for: a short role for names and logs, and the vLLM arguments beyond the verifier's."""
+
+    role: str
+    args: Sequence[str] = field(default_factory=tuple)
+    spare_tokens: int = 0  # context beyond the verifier's max_model_len
+
+
+def generation_server() -> ServerSpec:
+    """A plain server: takes prompts, gives answers with token ids."""
+    return ServerSpec("generation")
+
+
+def extraction_server(layer_ids: Sequence[int], storage: Path) -> ServerSpec:
+    """A server that writes the hidden states of every prompt into `storage` (vLLM's example connector).
+
+    Prefix caching is off: cached tokens return no states.
+    """
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
+    }
+    transfer = {
+        "kv_connector": "ExampleHiddenStatesConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(storage)},
+    }
+    args = ("--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer))
+    # One spare token: a trace as long as max_model_len is read back whole, and vLLM always generates one more.
+    return ServerSpec("extraction", (*args, "--no-enable-prefix-caching"), spare_tokens=1)
+
+
+def speculative_server(drafter: Path, draft_tokens: int) -> ServerSpec:
+    """A server that decodes with the EAGLE-3 drafter in the folder `drafter`."""
+    speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": draft_tokens}
+    return ServerSpec("speculative", ("--speculative-config", json.dumps(speculative)))
+
+
+def require_environment(servers: ServersConfig) -> Path:
+    """The serve environment's interpreter as an absolute path; raises InputError when it is not there."""
+    python = Path(servers.python).absolute()
+    if not python.exists():
+        raise InputError(f"{servers.python}: no serve environment here; run `make install` or set servers.python")
+    return python
+
+
+def command(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec, port: int) -> list[str]:
+    """The command line of one server on the loopback interface."""
+    line = [str(require_environment(servers)), "-m", "vllm.entrypoints.openai.api_server"]
+    line += ["--model", verifier.path, "--host", "127.0.0.1", "--port", str(port), "--dtype", verifier.dtype]
+    line += ["--max-model-len", str(verifier.max_model_len + spec.spare_tokens), "--max-num-seqs", str(servers.max_num_seqs)]
+    line += ["--language-model-only", "--disable-uvicorn-access-log"]
+    if verifier.reasoning_parser:
+        line += ["--reasoning-parser", verifier.reasoning_parser]
+    if verifier.trust_remote_code:
+        line += ["--trust-remote-code", "--revision", str(verifier.revision)]
+    if servers.device == "cpu":
+        # CPU_MLA by name: on a CPU with AMX vLLM would pick a bfloat16-only backend with other block sizes.
+        line += ["--enforce-eager", "--attention-backend", "CPU_MLA"]
+    else:
+        line += ["--tensor-parallel-size", str(servers.tensor_parallel)]
+    return [*line, *spec.args, *servers.extra_args]
+
+
+def environment(servers: ServersConfig, scratch: Path, gpus: Sequence[int]) -> dict[str, str]:
+    """Environment variables of one server; everything it caches goes into `scratch`."""
+    env = {**OFFLINE, "VLLM_CACHE_ROOT": str(scratch / "vllm"), "TMPDIR": str(scratch / "tmp")}
+    if servers.device == "cpu":
+        env |= {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": str(servers.kv_cache_gib),
+        }
+    else:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    return env
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serve(
+    verifier: VerifierConfig,
+    servers: ServersConfig,
+    spec: ServerSpec,
+    log: Path,
+    scratch: Path,
+    gpus: Sequence[int] = (),
+) -> Iterator[Endpoint]:
+    """A running server; it and everything it started are gone when the block ends.
+
+    Raises ServerError when it ends or stays silent before it has generated a token.
+    """
+    port = free_port()
+    for folder in (scratch / "vllm", scratch / "tmp"):
+        folder.mkdir(parents=True, exist_ok=True)
+    child = process.start(command(verifier, servers, spec, port), log, environment(servers, scratch, gpus))
+    try:
+        endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", verifier.path)
+        wait_until_ready(endpoint, child, servers.startup_timeout_s)
+        yield endpoint
+    finally:
+        child.stop()
+
+
+def wait_until_ready(endpoint: Endpoint, child: process.Process | None, timeout_s: float) -> None:
+    """Returns once the server has generated a token; raises ServerError when it dies or time runs out."""
+    deadline = time.monotonic() + timeout_s
+    last = "no answer yet"
+    while time.monotonic() < deadline:
+        if child is not None and (status := child.returncode()) is not None:
+            raise ServerError(f"{child.log}: the server ended with status {status} before it was ready:\n{child.log_tail()}")
+        try:
+            answer = httpx.post(
+                f"{endpoint.url}/completions",
+                json={"model": endpoint.model, "prompt": [1], "max_tokens": 1, "temperature": 0},
+                timeout=min(30.0, timeout_s),
+            )
+            if answer.status_code == 200 and answer.json().get("choices"):
+                return
+            last = f"HTTP {answer.status_code}: {answer.text[:200]}"
+        except (httpx.HTTPError, ValueError) as error:
+            last = f"{type(error).__name__}: {error}"
+        time.sleep(0.5)
+    where = f" (log: {child.log})" if child is not None else ""
+    raise ServerError(f"{endpoint.url}: no token within {timeout_s:.0f} s, last: {last}{where}")
+
+
+def connect(url: str, timeout_s: float = 60) -> Endpoint:
+    """An endpoint that the user named: asks it for its model and for one token."""
+    url = url.rstrip("/")
+    try:
+        model = httpx.get(f"{url}/models", timeout=timeout_s).raise_for_status().json()["data"][0]["id"]
+    except (httpx.HTTPError, LookupError, ValueError) as error:
+        raise ServerError(f"{url}: no OpenAI-compatible server answers there ({error}); check the endpoint") from error
+    endpoint = Endpoint(url, str(model))
+    wait_until_ready(endpoint, None, timeout_s)
+    return endpoint
+
+
+@contextmanager
+def replicas(
+    verifier: VerifierConfig, servers: ServersConfig, specs: Sequence[ServerSpec], logs: Path, scratch: Path
+) -> Iterator[list[Endpoint]]:
+    """One server a spec, started side by side, each on GPUs of its own; all are gone when the block ends."""
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(len(specs)) as starters:
+            contexts = [
+                serve(
+                    verifier, servers, spec, logs / f"{spec.role}-{i}.log", scratch / f"{spec.role}-{i}",
+                    visible_gpus(servers, i) if servers.device == "cuda" else (),
+                )
+                for i, spec in enumerate(specs)
+            ]
+            started = [starters.submit(context.__enter__) for context in contexts]
+            failures = []
+            for context, future in zip(contexts, started, strict=True):
+                if (error := future.exception()) is None:
+                    stack.push(context.__exit__)
+                else:
+                    failures.append(error)
+        if failures:
+            raise failures[0]
+        yield [future.result() for future in started]
+
+
+def visible_gpus(servers: ServersConfig, replica: int) -> list[int]:
+    """The GPU indices of one replica (0-based) on this host, inside CUDA_VISIBLE_DEVICES when that is set."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    indices = [int(i) for i in allowed.split(",")] if allowed else list(range(servers.gpus))
+    first = replica * servers.tensor_parallel
+    return indices[first : first + servers.tensor_parallel]

@@ -1,0 +1,1 @@
+"""Prompts in, token-exact traces out."""

@@ -1,0 +1,1 @@
+"""Prefect tasks: retries, cache key, artifacts and progress around one call into slipstream each."""

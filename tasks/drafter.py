@@ -1,0 +1,32 @@
+"""Task: training, with a link to every epoch's checkpoint."""
+
+from __future__ import annotations
+
+from prefect import task
+from prefect.artifacts import create_link_artifact
+
+from slipstream.artifact import Artifact
+from slipstream.config import RunConfig
+from slipstream.drafter import stage
+from tasks.progress import reporting
+from tasks.stage import options, show, wait_logger
+
+
+@task(
+    name="train-drafter",
+    **options(stage.STAGE, lambda i: stage.key(i["config"], i["features"], i["vocabulary"])),
+)
+def train(config: RunConfig, features: Artifact, vocabulary: Artifact) -> Artifact:
+    """A trained drafter, every epoch exported, the best one named."""
+    with reporting("drafter-progress", "Training") as report:
+        artifact = stage.run(config.root, config, features, vocabulary, report, wait_logger())
+    counts = artifact.manifest().counts
+    for epoch, length in counts["expected_accepted_length"].items():
+        best = " (best)" if epoch == counts["best_epoch"] else ""
+        create_link_artifact(
+            (artifact.folder / stage.EPOCHS / epoch).as_uri(),
+            link_text=f"epoch {epoch}{best}",
+            key=f"drafter-epoch-{epoch}",
+            description=f"Expected accepted length on validation rows: {length}",
+        )
+    return show(artifact, "drafter", "Drafter")

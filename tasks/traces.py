@@ -1,0 +1,36 @@
+"""Task: the verifier's answers to the training and validation prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from prefect import task
+
+from slipstream import serving
+from slipstream.artifact import Artifact
+from slipstream.config import RunConfig
+from slipstream.traces import stage
+from tasks.progress import reporting
+from tasks.stage import options, show, wait_logger
+
+
+@contextmanager
+def _servers(config: RunConfig, logs: Path) -> Iterator[Sequence[serving.Endpoint]]:
+    if config.servers.traces_endpoints:
+        yield [serving.connect(url) for url in config.servers.traces_endpoints]
+        return
+    specs = [serving.generation_server()] * config.servers.replicas
+    with serving.replicas(config.verifier, config.servers, specs, logs, config.root / "scratch") as endpoints:
+        yield endpoints
+
+
+@task(name="generate-traces", **options(stage.STAGE, lambda inputs: stage.key(inputs["config"], inputs["prompts"])))
+def generate_traces(config: RunConfig, prompts: Artifact) -> Artifact:
+    """Token-exact traces; only prompts that the pool does not know are asked."""
+    with reporting("traces-progress", "Traces") as report:
+        artifact = stage.run(
+            config.root, config, prompts, lambda logs: _servers(config, logs), report, wait_logger()
+        )
+    return show(artifact, "traces", "Traces")

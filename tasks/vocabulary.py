@@ -1,0 +1,17 @@
+"""Task: the draft vocabulary."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from slipstream import vocabulary
+from slipstream.artifact import Artifact
+from slipstream.config import RunConfig
+from tasks.stage import options, show, wait_logger
+
+
+@task(name="choose-vocabulary", **options(vocabulary.STAGE, lambda i: vocabulary.key(i["config"], i["traces"])))
+def choose_vocabulary(config: RunConfig, traces: Artifact) -> Artifact:
+    """The maps between draft and target ids."""
+    artifact = vocabulary.run(config.root, config, traces, wait_logger())
+    return show(artifact, "vocabulary", "Draft vocabulary")
