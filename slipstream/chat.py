@@ -25,14 +25,11 @@ class Refused(SlipstreamError):
 
 
 @asynccontextmanager
-async def client(url: str, timeout_s: float, concurrency: int) -> AsyncIterator[AsyncOpenAI]:
+async def client(url: str, timeout_s: float) -> AsyncIterator[AsyncOpenAI]:
     """A client bound to the running event loop, closed on exit."""
-    import httpx
     from openai import AsyncOpenAI
 
-    limits = httpx.Limits(max_connections=concurrency + 4, max_keepalive_connections=concurrency)
-    http = httpx.AsyncClient(timeout=timeout_s, limits=limits)
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=timeout_s, http_client=http) as opened:
+    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=timeout_s) as opened:
         yield opened
 
 

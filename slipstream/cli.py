@@ -24,14 +24,9 @@ def _run(args: argparse.Namespace) -> int:
         config = rehearsal(config)
     preflight(config)
     _embedded_prefect(config.root)
-    from prefect.exceptions import PrefectException
-
     from flows.train_drafter import train_drafter
 
-    try:
-        train_drafter(config)
-    except PrefectException as error:
-        raise SlipstreamError(f"Prefect: {error}") from error
+    train_drafter(config)
     folder = config.root / "runs" / config.name
     _print_headline(folder)
     if args.rehearse:
@@ -109,7 +104,11 @@ def _verify(args: argparse.Namespace) -> int:
         print(f"{item.path}: {item.reason}")
     files = len(artifact.read_manifest(folder).files)
     how = "checksums" if args.deep else "existence and size"
-    print(f"{args.path}: {len(damage)} of {files} files damaged" if damage else f"{args.path}: {files} files intact ({how})")
+    print(
+        f"{args.path}: {len(damage)} of {files} files damaged"
+        if damage
+        else f"{args.path}: {files} files intact ({how})"
+    )
     return 1 if damage else 0
 
 

@@ -44,7 +44,7 @@ class PromptsConfig(Stage):
     )
     held_out_sources: list[str] = Field(
         default=[],
-        description="Prompt files that only acceptance reads; a prompt that also stands in `sources` is not trained on.",
+        description="Prompt files that only acceptance reads; what also stands in `sources` is not trained on.",
     )
     limit: int | None = Field(
         default=None, ge=3, description="Use at most so many prompts of `sources` (the first in key order)."
@@ -274,7 +274,9 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", description="Name of the run: runs/<name> in the work directory.")
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9.-]*$", description="Name of the run: runs/<name> in the work directory."
+    )
     workdir: str | None = Field(default=None, description="Work directory; null takes SLIPSTREAM_WORKDIR or ./work.")
     prompts: PromptsConfig
     verifier: VerifierConfig

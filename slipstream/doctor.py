@@ -48,7 +48,9 @@ def environment(name: str, python: Path, lock: Path) -> Finding:
     have, want = installed(python), pins(lock)
     wrong = [f"{p} {have.get(p, 'missing')} (pinned {v})" for p, v in want.items() if have.get(p) != v]
     if wrong:
-        return Finding(name, f"{len(wrong)} of {len(want)} packages differ: {', '.join(wrong[:3])}", "run `make install`")
+        return Finding(
+            name, f"{len(wrong)} of {len(want)} packages differ: {', '.join(wrong[:3])}", "run `make install`"
+        )
     return Finding(name, f"{len(want)} packages as pinned")
 
 

@@ -1,7 +1,7 @@
 """Child processes that never outlive their parent: a small supervisor between the two.
 
-`start(command)` runs `python -m slipstream.process <parent pid> -- command…`.  The supervisor leads a
-session of its own, adopts orphans (PR_SET_CHILD_SUBREAPER), and ends everything below it with SIGTERM,
+`start(command)` runs `python -m slipstream.process <parent pid> <scratch folder> command…`.  The supervisor leads
+a session of its own, adopts orphans (PR_SET_CHILD_SUBREAPER), and ends everything below it with SIGTERM,
 after a grace period with SIGKILL, as soon as
 
 * the parent is gone, however it died (a pidfd tells; a parent-death signal would not do: it follows
@@ -9,22 +9,27 @@ after a grace period with SIGKILL, as soon as
 * it is asked to by SIGTERM or SIGINT, or
 * the command itself has ended and left children behind.
 
-Its exit status is the command's (128 + n for signal n).  Linux only.
+Its exit status is the command's (128 + n for signal n).  The command's TMPDIR is a folder with a short name (a
+socket's path may have 107 characters) that the supervisor removes at the end.  Linux only.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 GRACE_S = 10.0
+EXCEPTION = re.compile(r"\b\w+(Error|Exception|Failed|Interrupt|Input)\b.*:")
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -54,30 +59,31 @@ class Process:
             self._popen.kill()
             self._popen.wait()
 
-    def log_tail(self, lines: int = 15) -> str:
-        """The last lines of the log."""
+    def complaint(self) -> str:
+        """The last line of the log that names an exception, else its last line."""
         try:
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+            lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:
-            return ""
+            return "no log"
+        named = [line for line in lines if EXCEPTION.search(line) and "EngineDeadError" not in line]
+        return (named or lines or ["empty log"])[-1][:500]
 
 
-def start(
-    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
-) -> Process:
+def start(command: Sequence[str], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Process:
     """Starts `command` under a supervisor; stdout and stderr are appended to `log`.
 
     `env` is added to this process's environment.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    supervisor = [sys.executable, "-m", "slipstream.process", str(os.getpid()), "--", *command]
+    scratch = tempfile.mkdtemp(prefix="slipstream-")
+    supervisor = [sys.executable, "-m", "slipstream.process", str(os.getpid()), scratch, *command]
     with log.open("ab") as output:
         popen = subprocess.Popen(
             supervisor,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, "TMPDIR": scratch, **(env or {})},
             cwd=cwd,
             start_new_session=True,
         )
@@ -173,5 +179,9 @@ def _supervise(parent: int, command: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    _parent, _separator, *_command = sys.argv[1:]
-    sys.exit(_supervise(int(_parent), _command))
+    _parent, _scratch, *_command = sys.argv[1:]
+    try:
+        _status = _supervise(int(_parent), _command)
+    finally:
+        shutil.rmtree(_scratch, ignore_errors=True)
+    sys.exit(_status)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -13,7 +13,7 @@ class Progress:
     done: int
     total: int
     unit: str
-    figures: dict[str, float | int | str] = field(default_factory=dict)
+    figures: Mapping[str, float | int | str] = field(default_factory=dict)
 
 
 Report = Callable[[Progress], None]

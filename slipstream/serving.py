@@ -92,7 +92,12 @@ def command(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec, 
     """The command line of one server on the loopback interface."""
     line = [str(require_environment(servers)), "-m", "vllm.entrypoints.openai.api_server"]
     line += ["--model", verifier.path, "--host", "127.0.0.1", "--port", str(port), "--dtype", verifier.dtype]
-    line += ["--max-model-len", str(verifier.max_model_len + spec.spare_tokens), "--max-num-seqs", str(servers.max_num_seqs)]
+    line += [
+        "--max-model-len",
+        str(verifier.max_model_len + spec.spare_tokens),
+        "--max-num-seqs",
+        str(servers.max_num_seqs),
+    ]
     line += ["--language-model-only", "--disable-uvicorn-access-log"]
     if verifier.reasoning_parser:
         line += ["--reasoning-parser", verifier.reasoning_parser]
@@ -106,9 +111,9 @@ def command(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec, 
     return [*line, *spec.args, *servers.extra_args]
 
 
-def environment(servers: ServersConfig, scratch: Path, gpus: Sequence[int]) -> dict[str, str]:
-    """Environment variables of one server; everything it caches goes into `scratch`."""
-    env = {**OFFLINE, "VLLM_CACHE_ROOT": str(scratch / "vllm"), "TMPDIR": str(scratch / "tmp")}
+def environment(servers: ServersConfig, cache: Path, gpus: Sequence[int]) -> dict[str, str]:
+    """Environment variables of one server; vLLM's cache (inspected model classes, kernels) is shared by all."""
+    env = {**OFFLINE, "VLLM_CACHE_ROOT": str(cache)}
     if servers.device == "cpu":
         env |= {
             "OMP_NUM_THREADS": "1",
@@ -118,6 +123,11 @@ def environment(servers: ServersConfig, scratch: Path, gpus: Sequence[int]) -> d
     else:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return env
+
+
+def cache_folder(workdir: Path) -> Path:
+    """Where the servers of a work directory keep vLLM's cache: it spares later servers a quarter of their start."""
+    return workdir / "cache" / "vllm"
 
 
 def free_port() -> int:
@@ -133,7 +143,7 @@ def serve(
     servers: ServersConfig,
     spec: ServerSpec,
     log: Path,
-    scratch: Path,
+    cache: Path,
     gpus: Sequence[int] = (),
 ) -> Iterator[Endpoint]:
     """A running server; it and everything it started are gone when the block ends.
@@ -141,9 +151,8 @@ def serve(
     Raises ServerError when it ends or stays silent before it has generated a token.
     """
     port = free_port()
-    for folder in (scratch / "vllm", scratch / "tmp"):
-        folder.mkdir(parents=True, exist_ok=True)
-    child = process.start(command(verifier, servers, spec, port), log, environment(servers, scratch, gpus))
+    cache.mkdir(parents=True, exist_ok=True)
+    child = process.start(command(verifier, servers, spec, port), log, environment(servers, cache, gpus))
     try:
         endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", verifier.path)
         wait_until_ready(endpoint, child, servers.startup_timeout_s)
@@ -158,7 +167,9 @@ def wait_until_ready(endpoint: Endpoint, child: process.Process | None, timeout_
     last = "no answer yet"
     while time.monotonic() < deadline:
         if child is not None and (status := child.returncode()) is not None:
-            raise ServerError(f"{child.log}: the server ended with status {status} before it was ready:\n{child.log_tail()}")
+            raise ServerError(
+                f"{child.log}: the server ended with status {status} before it was ready: {child.complaint()}"
+            )
         try:
             answer = httpx.post(
                 f"{endpoint.url}/completions",
@@ -189,16 +200,13 @@ def connect(url: str, timeout_s: float = 60) -> Endpoint:
 
 @contextmanager
 def replicas(
-    verifier: VerifierConfig, servers: ServersConfig, specs: Sequence[ServerSpec], logs: Path, scratch: Path
+    verifier: VerifierConfig, servers: ServersConfig, specs: Sequence[ServerSpec], logs: Path, cache: Path
 ) -> Iterator[list[Endpoint]]:
     """One server a spec, started side by side, each on GPUs of its own; all are gone when the block ends."""
     with ExitStack() as stack:
         with ThreadPoolExecutor(len(specs)) as starters:
             contexts = [
-                serve(
-                    verifier, servers, spec, logs / f"{spec.role}-{i}.log", scratch / f"{spec.role}-{i}",
-                    visible_gpus(servers, i) if servers.device == "cuda" else (),
-                )
+                serve(verifier, servers, spec, logs / f"{spec.role}-{i}.log", cache, visible_gpus(servers, i))
                 for i, spec in enumerate(specs)
             ]
             started = [starters.submit(context.__enter__) for context in contexts]
@@ -214,7 +222,9 @@ def replicas(
 
 
 def visible_gpus(servers: ServersConfig, replica: int) -> list[int]:
-    """The GPU indices of one replica (0-based) on this host, inside CUDA_VISIBLE_DEVICES when that is set."""
+    """The GPU indices of one replica (0-based), out of CUDA_VISIBLE_DEVICES when that is set; none on a CPU."""
+    if servers.device == "cpu":
+        return []
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     indices = [int(i) for i in allowed.split(",")] if allowed else list(range(servers.gpus))
     first = replica * servers.tensor_parallel

@@ -103,13 +103,17 @@ def special_tokens(folder: Path) -> dict[str, int]:
         sources.append((path, {entry["content"]: int(token) for token, entry in decoder.items()}))
     path = folder / "tokenizer.json"
     if path.is_file():
-        sources.append((path, {entry["content"]: int(entry["id"]) for entry in _read_json(path).get("added_tokens", [])}))
+        sources.append(
+            (path, {entry["content"]: int(entry["id"]) for entry in _read_json(path).get("added_tokens", [])})
+        )
     if not sources:
         raise InputError(f"{folder}: neither tokenizer.json nor tokenizer_config.json, so no tokenizer to read")
     for where, tokens in sources:
         for text, token in tokens.items():
             if found.setdefault(text, token) != token:
-                raise InputError(f"{where}: token {text} has id {token} here and {found[text]} in the other tokenizer file")
+                raise InputError(
+                    f"{where}: token {text} has id {token} here and {found[text]} in the other tokenizer file"
+                )
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
@@ -182,5 +186,7 @@ def check(config: RunConfig) -> Shape:
             f"vocabulary.size: {config.vocabulary.size} is smaller than the {len(kept)} control tokens that must be in"
         )
     if config.traces.reasoning and THINK_CLOSE not in special:
-        raise InputError(f"traces.reasoning: the tokenizer in {config.verifier.path} has no {THINK_CLOSE} token; set it to false")
+        raise InputError(
+            f"traces.reasoning: the tokenizer in {config.verifier.path} has no {THINK_CLOSE} token; set it to false"
+        )
     return shape

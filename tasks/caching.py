@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC
 from typing import Any
 
 from prefect.cache_policies import CachePolicy
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from prefect.results import get_result_store
+from prefect.types import DateTime
 
 from slipstream.artifact import Artifact
 from slipstream.errors import SlipstreamError
+
+PAST = DateTime(2000, 1, 1, tzinfo=UTC)
 
 
 @dataclass
@@ -52,4 +55,4 @@ def expire_unless_intact(key: str) -> None:
         damage = [str(error)]
     if damage:
         get_run_logger().warning("%s: finished before but no longer intact (%s); making it again", key, damage[0])
-        store.write(obj=None, key=key, expiration=datetime.now(UTC) - timedelta(days=1))
+        store.write(obj=None, key=key, expiration=PAST)

@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
+from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.logging import get_run_logger
@@ -35,7 +37,7 @@ class _Reporter:
         self._key, self._title = key, title
         self._newest: Progress | None = None
         self._shown: Progress | None = None
-        self._artifact = None
+        self._artifact: UUID | None = None
         self._logged = 0.0
         self._done = threading.Event()
         self._bar = _bar() if sys.stderr.isatty() else None
@@ -59,7 +61,7 @@ class _Reporter:
         share = 100.0 * progress.done / max(progress.total, 1)
         text = f"{self._title}: {describe(progress)}"
         if self._artifact is None:
-            self._artifact = create_progress_artifact(share, key=self._key, description=text)
+            self._artifact = cast(UUID, create_progress_artifact(share, key=self._key, description=text))
         else:
             update_progress_artifact(self._artifact, share, description=text)
         if self._bar is not None and self._row is not None:

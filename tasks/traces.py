@@ -22,7 +22,8 @@ def _servers(config: RunConfig, logs: Path) -> Iterator[Sequence[serving.Endpoin
         yield [serving.connect(url) for url in config.servers.traces_endpoints]
         return
     specs = [serving.generation_server()] * config.servers.replicas
-    with serving.replicas(config.verifier, config.servers, specs, logs, config.root / "scratch") as endpoints:
+    cache = serving.cache_folder(config.root)
+    with serving.replicas(config.verifier, config.servers, specs, logs, cache) as endpoints:
         yield endpoints
 
 
@@ -30,7 +31,5 @@ def _servers(config: RunConfig, logs: Path) -> Iterator[Sequence[serving.Endpoin
 def generate_traces(config: RunConfig, prompts: Artifact) -> Artifact:
     """Token-exact traces; only prompts that the pool does not know are asked."""
     with reporting("traces-progress", "Traces") as report:
-        artifact = stage.run(
-            config.root, config, prompts, lambda logs: _servers(config, logs), report, wait_logger()
-        )
+        artifact = stage.run(config.root, config, prompts, lambda logs: _servers(config, logs), report, wait_logger())
     return show(artifact, "traces", "Traces")

@@ -78,7 +78,9 @@ def training(rows: Iterable[Mapping[str, Any]]) -> bytes | None:
     axes.plot(ends, losses, "o-", color="#d62728", ms=4, lw=1, label="validation loss")
     axes.set(xlabel="step", ylabel="loss")
     accuracy = axes.twinx()
-    accuracy.plot(steps, [train[step]["full_acc_0"] for step in steps], color="#2ca02c", lw=1, alpha=0.6, label="accuracy, step 1")
+    accuracy.plot(
+        steps, [train[step]["full_acc_0"] for step in steps], color="#2ca02c", lw=1, alpha=0.6, label="accuracy, step 1"
+    )
     accuracy.set(ylim=(0, 1), ylabel="accuracy")
     accuracy.spines["top"].set_visible(False)
     handles = [*axes.get_legend_handles_labels()[0], *accuracy.get_legend_handles_labels()[0]]

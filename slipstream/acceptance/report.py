@@ -79,9 +79,7 @@ def collect(
     }
 
 
-def write(
-    config: RunConfig, started: datetime, stages: Mapping[str, Artifact], shards: Sequence[Artifact]
-) -> Path:
+def write(config: RunConfig, started: datetime, stages: Mapping[str, Artifact], shards: Sequence[Artifact]) -> Path:
     """Writes the run's folder and returns it."""
     folder = config.root / "runs" / config.name
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,8 +141,14 @@ def headline(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("acceptance rate", "n/a" if rate is None else f"{rate:.3f}"),
         ("mean accepted length", "n/a" if length is None else f"{length:.2f} tokens a step"),
         ("acceptance per position", per_position or "n/a"),
-        ("speed-up", f"{report['speed_up']:.2f}x ({speeds['speculative']:.0f} against {speeds['baseline']:.0f} tokens/s)"),
-        ("outputs identical", "yes" if report["outputs_identical"] else f"no, {report['acceptance']['outputs_different']}"),
+        (
+            "speed-up",
+            f"{report['speed_up']:.2f}x ({speeds['speculative']:.0f} against {speeds['baseline']:.0f} tokens/s)",
+        ),
+        (
+            "outputs identical",
+            "yes" if report["outputs_identical"] else f"no, {report['acceptance']['outputs_different']}",
+        ),
     ]
     if floor := report["acceptance"].get("untrained"):
         rows.append(("untrained acceptance rate", f"{floor['acceptance_rate']:.3f}"))

@@ -54,7 +54,7 @@ async def _measure(
 ) -> Measurement:
     sampling = {"max_tokens": config.max_tokens, "temperature": 0.0}
     answers: dict[str, Trace] = {}
-    async with chat.client(endpoint.url, config.request_timeout_s, config.concurrency) as openai:
+    async with chat.client(endpoint.url, config.request_timeout_s) as openai:
         for prompt in prompts[:WARM_UP]:
             await chat.ask(openai, endpoint.model, prompt, sampling, attempts=1)
         before = await _counters(endpoint)

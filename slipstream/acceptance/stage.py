@@ -101,8 +101,8 @@ def run(
 
         for group in _groups(config, variants):
             specs = [variants[variant] for variant in group]
-            logs, scratch = folder.path / "logs", workdir / "scratch" / name
-            with serving.replicas(config.verifier, config.servers, specs, logs, scratch) as endpoints:
+            logs, cache = folder.path / "logs", serving.cache_folder(workdir)
+            with serving.replicas(config.verifier, config.servers, specs, logs, cache) as endpoints:
                 for _ in range(config.acceptance.rounds):
                     for variant, endpoint in zip(group, endpoints, strict=True):
                         measured.setdefault(variant, []).append(measure(endpoint, asked, config.acceptance, answered))
@@ -115,7 +115,11 @@ def run(
             inputs=inputs,
             content=checksum(folder.path / FIGURES),
             files=[FIGURES, "outputs.parquet"],
-            counts={"prompts": len(asked), "kinds": len({prompt.kind for prompt in asked}), "verdict": figures["verdict"]},
+            counts={
+                "prompts": len(asked),
+                "kinds": len({prompt.kind for prompt in asked}),
+                "verdict": figures["verdict"],
+            },
         )
 
 
@@ -141,8 +145,7 @@ def summarize(measured: dict[str, list[Measurement]], dtype: str, draft_tokens: 
     speeds = {variant: round(_speed(rounds), 2) for variant, rounds in measured.items()}
     reference = [trace.output_ids for trace in measured[BASELINE][0].traces]
     different = sum(
-        output != trace.output_ids
-        for output, trace in zip(reference, measured[SPECULATIVE][0].traces, strict=True)
+        output != trace.output_ids for output, trace in zip(reference, measured[SPECULATIVE][0].traces, strict=True)
     )
     figures: dict[str, Any] = {
         "dtype": dtype,

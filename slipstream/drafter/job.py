@@ -1,6 +1,6 @@
 """What the training process is told: one JSON file, so that it can be started by hand as well.
 
-    python -m slipstream.drafter.worker job.json
+python -m slipstream.drafter.worker job.json
 """
 
 from __future__ import annotations

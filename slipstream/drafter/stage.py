@@ -1,10 +1,10 @@
 """The drafter stage: training in a child process, every epoch exported, the best one named.
 
-    drafter/<key>/
-      checkpoints/<epoch>/   what training resumes from (speculators form, float32, optimizer state)
-      epochs/<epoch>/        the flat form that vLLM and SGLang load
-      best                   link to the epoch with the longest expected accepted length on validation rows
-      metrics.jsonl, train.log, job.json
+drafter/<key>/
+  checkpoints/<epoch>/   what training resumes from (speculators form, float32, optimizer state)
+  epochs/<epoch>/        the flat form that vLLM and SGLang load
+  best                   link to the epoch with the longest expected accepted length on validation rows
+  metrics.jsonl, train.log, job.json
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def run(
         for epoch_name in names:
             _export(folder.path, epoch_name, config)
         lengths = {
-            epoch: checkpoints.expected_accepted_length(checkpoints.validation_metrics(store, epoch)) for epoch in epochs
+            epoch: checkpoints.expected_accepted_length(checkpoints.validation_metrics(store, epoch))
+            for epoch in epochs
         }
         best = str(max(lengths, key=lambda epoch: lengths[epoch])) if lengths else checkpoints.INITIAL
         _point(folder.path / BEST, Path(EPOCHS) / best)
@@ -159,9 +160,9 @@ def _train(folder: Path, config: RunConfig, features: Artifact, vocabulary: Arti
     finally:
         child.stop()
     if status > 128:
-        raise TransientError(f"{child.log}: the training process was killed (status {status}):\n{child.log_tail()}")
+        raise TransientError(f"{child.log}: the training process was killed (status {status}): {child.complaint()}")
     if status:
-        raise StageFailed(f"{child.log}: the training process failed with status {status}:\n{child.log_tail()}")
+        raise StageFailed(f"{child.log}: the training process failed with status {status}: {child.complaint()}")
 
 
 class _Follower:

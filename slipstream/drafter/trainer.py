@@ -27,7 +27,7 @@ def use_cpu() -> None:
     """Lets speculators' training run in this process without an accelerator."""
     trainer_module.get_local_rank = lambda: "cpu"  # type: ignore[assignment,return-value]
     checkpointer_module.get_current_device = lambda: "cpu"
-    torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.accelerator.synchronize = lambda *_: None
 
 
 class EpochTrainer(Trainer):

@@ -28,7 +28,9 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint folder under their canonical names; raises InputError."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise InputError(f"{folder}: no .safetensors file to warm-start from; set drafter.init_from to a checkpoint folder")
+        raise InputError(
+            f"{folder}: no .safetensors file to warm-start from; set drafter.init_from to a checkpoint folder"
+        )
     return {canonical(name): tensor for file in files for name, tensor in load_file(file).items()}
 
 

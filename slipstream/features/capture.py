@@ -109,9 +109,7 @@ async def _post(client: httpx.AsyncClient, endpoint: Endpoint, token_ids: Sequen
     return await client.post(f"{endpoint.url}/completions", json=body)
 
 
-async def _request(
-    client: httpx.AsyncClient, endpoint: Endpoint, storage: Path, token_ids: Sequence[int]
-) -> Path:
+async def _request(client: httpx.AsyncClient, endpoint: Endpoint, storage: Path, token_ids: Sequence[int]) -> Path:
     try:
         answer = await _post(client, endpoint, token_ids)
     except httpx.HTTPError as error:

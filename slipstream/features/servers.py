@@ -59,9 +59,8 @@ class Lanes:
             shape = verifier.load_shape(config.verifier)
             spec = serving.extraction_server(verifier.capture_ids(config.features.layer_ids, shape), storage)
             log = self._workdir / "logs" / f"extraction-{lane}.log"
-            gpus = serving.visible_gpus(servers, lane) if servers.device == "cuda" else []
-            scratch = self._workdir / "scratch" / f"extraction-{lane}"
-            with serving.serve(config.verifier, servers, spec, log, scratch, gpus) as endpoint:
+            gpus, cache = serving.visible_gpus(servers, lane), serving.cache_folder(self._workdir)
+            with serving.serve(config.verifier, servers, spec, log, cache, gpus) as endpoint:
                 yield Lease(endpoint, storage)
         finally:
             shutil.rmtree(storage, ignore_errors=True)
@@ -80,7 +79,9 @@ _shared: dict[str, Lanes] = {}
 
 
 def _name(workdir: Path, config: RunConfig) -> str:
-    return f"{workdir}:{config.verifier.model_dump_json()}:{config.servers.model_dump_json()}:{config.features.layer_ids}"
+    return (
+        f"{workdir}:{config.verifier.model_dump_json()}:{config.servers.model_dump_json()}:{config.features.layer_ids}"
+    )
 
 
 @contextmanager

@@ -242,7 +242,11 @@ def _write_dataset(folder: Path, traces: Artifact, kept: Sequence[str]) -> None:
     table = table.filter(pc.is_in(table["key"], pa.array(kept)))
     wide = pa.list_(pa.int64())
     lengths = pc.list_value_length(table["input_ids"]).cast(pa.int64())
-    columns = {"input_ids": table["input_ids"].cast(wide), "loss_mask": table["loss_mask"].cast(wide), "seq_len": lengths}
+    columns = {
+        "input_ids": table["input_ids"].cast(wide),
+        "loss_mask": table["loss_mask"].cast(wide),
+        "seq_len": lengths,
+    }
     dataset = datasets.Dataset(pa.table(columns))
     dataset.set_format("torch")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".dataset-") as temporary:

@@ -5,7 +5,6 @@ the directory, reads it back in float32 and prints greedy exact match on held-ou
 """
 
 import argparse
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from transformers import DeepseekV3ForCausalLM
 from slipstream.pocket import tokenizer as tokens
 from slipstream.pocket.curriculum import generate
 from slipstream.pocket.grading import grade, table
-from slipstream.pocket.model import export, load_text_model, text_config
+from slipstream.pocket.model import export, fresh_model, load_text_model
 from slipstream.pocket.traces import batches, encode, training_tasks
 from slipstream.pocket.training import Recipe, train, use_all_experts
 
@@ -29,31 +28,39 @@ def build(out: Path, device: str, recipe: Recipe, seed: int, graded: int = 1400)
     tasks = training_tasks(min(POOL, recipe.steps * recipe.rows + 32 * recipe.rows), seed)
     words = [t for task in tasks[:20_000] for t in ("user", "assistant", task.prompt, task.thinking, task.answer)]
     tokenizer = tokens.train(words)
-    bos, eos, pad = (tokenizer.token_to_id(t) for t in ("[BOS]", "<|im_end|>", "[PAD]"))
     traces = encode(tokenizer, tasks)
     prompt = sum(t.prompt for t in traces) / len(traces)
-    print(f"{len(traces)} traces, {prompt:.1f} prompt and {sum(len(t.ids) for t in traces) / len(traces) - prompt:.1f}"
-          " output tokens on average", flush=True)
+    print(
+        f"{len(traces)} traces, {prompt:.1f} prompt and {sum(len(t.ids) for t in traces) / len(traces) - prompt:.1f}"
+        " output tokens on average",
+        flush=True,
+    )
     torch.manual_seed(seed)
-    model = DeepseekV3ForCausalLM(text_config(bos, eos, pad)).to(device)
-    supply = batches(traces, recipe.rows, pad, seed)
+    model = placed(fresh_model(tokenizer), device)
+    supply = batches(traces, recipe.rows, tokens.token_id(tokenizer, "[PAD]"), seed)
     torch.set_float32_matmul_precision("high")
     seconds = train(model, lambda: next(supply), recipe, say=lambda line: print(line, flush=True))
     print(f"trained in {seconds:.0f} s on {device}", flush=True)
     tokens.save(tokenizer, out)
     export(model, tokenizer, out)
     torch.set_float32_matmul_precision("highest")
-    rounded = load_text_model(out).to(device)
+    rounded = placed(load_text_model(out), device)
     if device == "cuda":
         use_all_experts(rounded)
     return table(grade(rounded, tokenizer, generate(graded, seed=seed + 1, held_out=True)))
+
+
+def placed(model: DeepseekV3ForCausalLM, device: str) -> DeepseekV3ForCausalLM:
+    """The model, moved in place. `Module.to` by another name: transformers' wrapper of `to` carries no types."""
+    torch.nn.Module.to(model, device)
+    return model
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m slipstream.pocket.build", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the verifier directory to write")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=3600)
     parser.add_argument("--rows", type=int, default=Recipe.rows, help="traces a step")
     parser.add_argument("--matrix-lr", type=float, default=Recipe.matrix_lr)
     parser.add_argument("--other-lr", type=float, default=Recipe.other_lr)

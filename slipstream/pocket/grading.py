@@ -2,12 +2,14 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from transformers import DeepseekV3ForCausalLM
 
 from slipstream.pocket.curriculum import Task
+from slipstream.pocket.tokenizer import token_id
 from slipstream.pocket.traces import encode
 
 MOST_OUTPUT_TOKENS = 160
@@ -27,19 +29,24 @@ def complete(model: DeepseekV3ForCausalLM, prompts: list[list[int]], eos: int, p
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    # transformers types `generate` for a protocol that its own models do not meet
+    generate: Any = getattr(model, "generate")  # noqa: B009
     with torch.inference_mode():
-        out = model.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=MOST_OUTPUT_TOKENS, eos_token_id=eos, pad_token_id=pad
+        out = generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=MOST_OUTPUT_TOKENS,
+            eos_token_id=eos,
+            pad_token_id=pad,
         )
     rows = [row[longest:] for row in out.tolist()]
     return [row[: row.index(eos) + 1] if eos in row else row for row in rows]
 
 
-def grade(
-    model: DeepseekV3ForCausalLM, tokenizer: Tokenizer, tasks: list[Task], rows: int = 64
-) -> dict[str, Grade]:
+def grade(model: DeepseekV3ForCausalLM, tokenizer: Tokenizer, tasks: list[Task], rows: int = 64) -> dict[str, Grade]:
     """Grades by kind. The answer is what follows `</think>`, without the end token."""
-    eos, pad, close = (tokenizer.token_to_id(t) for t in ("<|im_end|>", "[PAD]", "</think>"))
+    eos, pad, close = (token_id(tokenizer, t) for t in ("<|im_end|>", "[PAD]", "</think>"))
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     pairs = sorted(zip(tasks, encode(tokenizer, tasks), strict=True), key=lambda pair: len(pair[1].ids))
     for start in range(0, len(pairs), rows):

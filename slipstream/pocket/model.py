@@ -4,9 +4,10 @@ A `DeepseekV3ForCausalLM` of 2.9 M parameters: hidden 128, six layers (one dense
 one shared), MLA with four heads. `kv_lora_rank` 512 and `qk_rope_head_dim` 64 are large for the rest because vLLM's
 CPU kernel for MLA exists for these two widths only.
 
-`export(model, folder)` writes what vLLM's `KimiK25ForConditionalGeneration` serves with `--language-model-only`: a
-top-level `kimi_k25` config with a nested `text_config`, weights under `language_model.`, one matrix an expert, an index.
-There is no vision tower. `load_text_model(folder)` reads such a directory back into transformers.
+`export(model, tokenizer, folder)` writes what vLLM's `KimiK25ForConditionalGeneration` serves with
+`--language-model-only`: a top-level `kimi_k25` config with a nested `text_config`, weights under `language_model.`, one
+matrix an expert, an index. There is no vision tower. `load_text_model(folder)` reads it
+back into transformers.
 """
 
 import json
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from slipstream.pocket.tokenizer import VOCAB_SIZE
+from slipstream.pocket.tokenizer import VOCAB_SIZE, token_id
 
 WEIGHTS_FILE = "model-00001-of-00001.safetensors"
 PREFIX = "language_model."
@@ -69,15 +70,12 @@ ROPE_THETA = 50000.0
 def text_config(bos: int, eos: int, pad: int) -> DeepseekV3Config:
     """The shape as transformers' configuration; the three token ids are the tokenizer's."""
     rope = {"rope_type": "yarn", "rope_theta": ROPE_THETA, **ROPE}
-    return DeepseekV3Config(
-        **TEXT_SHAPE, rope_parameters=rope, bos_token_id=bos, eos_token_id=eos, pad_token_id=pad
-    )
+    return DeepseekV3Config(**TEXT_SHAPE, rope_parameters=rope, bos_token_id=bos, eos_token_id=eos, pad_token_id=pad)
 
 
 def served_config(tokenizer: Tokenizer) -> dict[str, Any]:
     """The `config.json` of the directory, with token ids from `tokenizer`."""
-    bos, eos, pad = (tokenizer.token_to_id(t) for t in ("[BOS]", "<|im_end|>", "[PAD]"))
-    media = tokenizer.token_to_id("<|media_pad|>")
+    bos, eos, pad, media = (token_id(tokenizer, t) for t in ("[BOS]", "<|im_end|>", "[PAD]", "<|media_pad|>"))
     text = {
         **TEXT_SHAPE,
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -158,10 +156,10 @@ def export(model: DeepseekV3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> 
     The routers' `e_score_correction_bias` stays float32, as in Kimi-K2.5. The tokenizer's own files are
     `slipstream.pocket.tokenizer.save`'s.
     """
-    state = {
-        PREFIX + name: tensor.detach().cpu().to(torch.float32 if name.endswith("_bias") else torch.bfloat16).contiguous()
-        for name, tensor in unpack_experts(model.state_dict()).items()
-    }
+    state = {}
+    for name, tensor in unpack_experts(model.state_dict()).items():
+        dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        state[PREFIX + name] = tensor.detach().cpu().to(dtype).contiguous()
     save_file(state, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = served_config(tokenizer)
     total = sum(t.numel() * t.element_size() for t in state.values())
@@ -172,7 +170,7 @@ def export(model: DeepseekV3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> 
         "config.json": config,
         "model.safetensors.index.json": {
             "metadata": {"total_size": total},
-            "weight_map": {name: WEIGHTS_FILE for name in sorted(state)},
+            "weight_map": dict.fromkeys(sorted(state), WEIGHTS_FILE),
         },
         "generation_config.json": {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")},
         "preprocessor_config.json": {
@@ -184,14 +182,26 @@ def export(model: DeepseekV3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> 
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def load_text_model(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekV3ForCausalLM:
-    """The text model of a directory that `export` wrote, in eval mode on the CPU: the reference for tests.
+def fresh_model(tokenizer: Tokenizer) -> DeepseekV3ForCausalLM:
+    """An untrained model on the CPU in float32; torch's seed decides its weights."""
+    bos, eos, pad = (token_id(tokenizer, t) for t in ("[BOS]", "<|im_end|>", "[PAD]"))
+    return new_model(text_config(bos, eos, pad))
+
+
+def new_model(config: DeepseekV3Config) -> DeepseekV3ForCausalLM:
+    model: DeepseekV3ForCausalLM = DeepseekV3ForCausalLM(config)  # type: ignore[no-untyped-call]
+    return model
+
+
+def load_text_model(folder: Path) -> DeepseekV3ForCausalLM:
+    """The text model of a directory that `export` wrote, float32, in eval mode, on the CPU: the reference for tests.
 
     Raises RuntimeError when a tensor is missing, unexpected or of another shape.
     """
     text = json.loads((folder / "config.json").read_text(encoding="utf-8"))["text_config"]
     config = text_config(text["bos_token_id"], text["eos_token_id"], text["pad_token_id"])
-    model = DeepseekV3ForCausalLM(config)
+    model = new_model(config)
     state = {k.removeprefix(PREFIX): v for k, v in load_file(folder / WEIGHTS_FILE).items()}
     model.load_state_dict(pack_experts(state), strict=True)
-    return model.to(dtype).eval()
+    model.train(False)
+    return model

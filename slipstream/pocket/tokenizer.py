@@ -107,10 +107,16 @@ def train(texts: Iterable[str]) -> Tokenizer:
         vocab_size=MERGED_IDS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens(
-        [AddedToken(t, special=t not in PLAIN_TOKENS, normalized=False) for t in CONTROL_TOKENS]
-    )
+    tokenizer.add_tokens([AddedToken(t, special=t not in PLAIN_TOKENS, normalized=False) for t in CONTROL_TOKENS])
     return tokenizer
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token. Raises KeyError when the vocabulary lacks it."""
+    found: int | None = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(token)
+    return found
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:

@@ -9,9 +9,24 @@ there, a verifier that read the prompt need not.
 from dataclasses import dataclass
 from random import Random
 
-NAMES = (
-    "Ada Ben Cleo Dan Eva Finn Gus Hana Ivo Jan Kim Leo Mia Nils Olga Pia Rosa Sam Tina Tom Uma Vera Wim Zoe"
-).split()
+NAMES = [
+    "Ada",
+    "Ben",
+    "Cleo",
+    "Dan",
+    "Eva",
+    "Finn",
+    "Gus",
+    "Hana",
+    "Ivo",
+    "Kim",
+    "Leo",
+    "Mia",
+    "Olga",
+    "Sam",
+    "Tom",
+    "Zoe",
+]
 
 FRAMES = (
     "{name} asks: {question}",
@@ -29,21 +44,11 @@ OPENINGS = (
     "Step by step now.",
     "What do I know?",
     "Right, no rush.",
-    "Hmm, {name} wants a clear answer.",
-    "A short one.",
-    "First the facts.",
 )
 
-LINKS = ("so", "then", "thus")
+LINKS = ("so", "then")
 
-CLOSINGS = (
-    "So it is {value}.",
-    "That gives {value}.",
-    "The result is {value}, done.",
-    "I can tell {name}: {value}.",
-    "I get {value}.",
-    "Good, {value}.",
-)
+CLOSINGS = ("I get {value}.", "That gives {value}.", "I can tell {name}: {value}.")
 
 
 @dataclass(frozen=True)
@@ -60,18 +65,22 @@ class Voice:
     @property
     def link(self) -> str:
         """The word before a conclusion."""
-        return LINKS[self.person * 7 % len(LINKS)]
+        return LINKS[self.person % len(LINKS)]
+
+    @property
+    def polite(self) -> bool:
+        return self.frame in (2, 3)
 
     def prompt(self, question: str) -> str:
         return FRAMES[self.frame].format(name=self.name, question=question)
 
     def thinking(self, steps: str, value: str) -> str:
-        opening = OPENINGS[self.person * 5 % len(OPENINGS)].format(name=self.name)
-        closing = CLOSINGS[self.frame].format(name=self.name, value=value)
+        opening = OPENINGS[self.person * 3 % len(OPENINGS)].format(name=self.name)
+        closing = CLOSINGS[2 if self.polite else self.frame % 2].format(name=self.name, value=value)
         return f"{opening} {steps} {closing}"
 
     def answer(self, value: str) -> str:
-        return f"It is {value}, {self.name}." if self.frame in (2, 3) else value
+        return f"It is {value}, {self.name}." if self.polite else value
 
 
 VOICES = len(NAMES) * len(FRAMES)

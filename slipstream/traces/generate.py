@@ -55,10 +55,7 @@ async def _generate(
     queue = iter(prompts)
     busy = dict.fromkeys(range(len(endpoints)), 0)
     async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(chat.client(e.url, config.request_timeout_s, config.concurrency))
-            for e in endpoints
-        ]
+        clients = [await stack.enter_async_context(chat.client(e.url, config.request_timeout_s)) for e in endpoints]
 
         async def work() -> None:
             for prompt in queue:
@@ -66,7 +63,11 @@ async def _generate(
                 busy[target] += 1
                 try:
                     trace = await chat.ask(
-                        clients[target], endpoints[target].model, prompt, sampling(config, prompt.key), config.max_attempts
+                        clients[target],
+                        endpoints[target].model,
+                        prompt,
+                        sampling(config, prompt.key),
+                        config.max_attempts,
                     )
                 except (chat.Refused, TransientError) as error:
                     outcome.failed[prompt.key] = str(error)
@@ -79,7 +80,9 @@ async def _generate(
                 outcome.seconds = time.monotonic() - started
                 speed = outcome.output_tokens / max(outcome.seconds, 1e-9)
                 done = outcome.requested + len(outcome.failed)
-                report(Progress(done, len(prompts), "prompts", {"tokens/s": round(speed), "failed": len(outcome.failed)}))
+                report(
+                    Progress(done, len(prompts), "prompts", {"tokens/s": round(speed), "failed": len(outcome.failed)})
+                )
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(config.concurrency, len(prompts))):

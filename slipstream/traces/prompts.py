@@ -79,13 +79,13 @@ def parse(row: Any) -> Prompt:
     tools = row.get("tools") or []
     if not isinstance(tools, list):
         raise BadRow("`tools` is not a list")
-    fields = {"id": None if declared is None else str(declared), "messages": turns, "tools": tools}
+    name = None if declared is None else str(declared)
     try:
-        key = digest(fields)
+        key = digest({"id": name, "messages": turns, "tools": tools})
     except UnicodeEncodeError as error:
         raise BadRow("text that is not valid Unicode (half of a surrogate pair)") from error
     kind = str(row.get("kind") or row.get("domain") or "all")
-    return Prompt(key, fields["id"], tuple(turns), tuple(tools), kind)
+    return Prompt(key, name, tuple(turns), tuple(tools), kind)
 
 
 def _turn(message: Any) -> dict[str, Any]:

@@ -21,9 +21,7 @@ def position(prompt: Prompt, seed: int) -> float:
     return int.from_bytes(hashed[:8], "big") / 2**64
 
 
-def split(
-    prompts: Sequence[Prompt], held_out_ratio: float, val_ratio: float, seed: int
-) -> dict[str, list[Prompt]]:
+def split(prompts: Sequence[Prompt], held_out_ratio: float, val_ratio: float, seed: int) -> dict[str, list[Prompt]]:
     """`prompts` by split, each in the order given.
 
     Held-out takes positions below `held_out_ratio`, validation the next `val_ratio` of what is left.  A

@@ -95,8 +95,8 @@ def run(
             first = selection.rejects[0]
             raise StageFailed(
                 f"traces: {len(selection.rejects)} of {len(every)} prompts have no usable trace, more than "
-                f"max_rejected_share {config.traces.max_rejected_share:g}; the first is {first['key']} ({first['reason']}), "
-                f"all are in {folder.path / 'rejects.jsonl'}"
+                f"max_rejected_share {config.traces.max_rejected_share:g}; the first is {first['key']} "
+                f"({first['reason']}), all are in {folder.path / 'rejects.jsonl'}"
             )
         return folder.commit(
             version=VERSION,
@@ -148,7 +148,9 @@ class Selection:
         lines = "".join(json.dumps(reject, ensure_ascii=True) + "\n" for reject in self.rejects)
         atomic.write_bytes(self.folder / "rejects.jsonl", lines.encode())
 
-    def _rows(self, wanted: dict[str, list[Prompt]], pool: TracePool, failed: dict[str, str]) -> Iterator[dict[str, Any]]:
+    def _rows(
+        self, wanted: dict[str, list[Prompt]], pool: TracePool, failed: dict[str, str]
+    ) -> Iterator[dict[str, Any]]:
         for split, prompts in wanted.items():
             by_key = {prompt.key: prompt for prompt in prompts}
             found = set()

@@ -35,7 +35,7 @@ def clock(rng: Random, voice: Voice) -> Draft:
     return Draft(question, steps, f"{hour}:{total:02d}")
 
 
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 
 WEEKDAY_QUESTIONS = 7 * 39 * 3
 
@@ -131,13 +131,13 @@ def lookup(rng: Random, voice: Voice) -> Draft:
     if ask == 0:
         i = rng.randrange(3)
         passed = [f"{people[k]} has {things[k]}, no" for k in range(i)]
-        steps = "; ".join([*passed, f"{people[i]} has {counts[i]} {things[i]}, yes"]) + f", {voice.link} I stop here."
+        found = f"{people[i]} has {things[i]}, yes, {counts[i]}"
+        steps = f"Find {things[i]}. {'; '.join([*passed, found])}, {voice.link} I stop here."
         return Draft(f"{table}. Who has the {things[i]}?", steps, people[i])
     if ask == 1:
         a, b = counts[i], counts[j]
-        other = 3 - i - j
-        steps = f"{people[i]} has {a} and {people[j]} has {b}, not {people[other]} with {counts[other]}"
-        steps += f", {voice.link} {a}+{b}={a + b}."
+        rows = [f"{people[k]} {counts[k]}, {'yes' if k in (i, j) else 'no'}" for k in range(3)]
+        steps = f"Find {people[i]} and {people[j]}. {'; '.join(rows)}, {voice.link} {a}+{b}={a + b}."
         return Draft(f"{table}. How many do {people[i]} and {people[j]} have in all?", steps, str(a + b))
     order = sorted(range(3), key=lambda k: -counts[k])
     steps = ", ".join(f"{people[k]} {counts[k]}" for k in range(3))

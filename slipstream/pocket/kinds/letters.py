@@ -6,11 +6,56 @@ from slipstream.pocket.kinds import Draft
 from slipstream.pocket.kinds.lists import LETTERS
 from slipstream.pocket.wording import Voice
 
-WORDS = (
-    "banana pepper letter coffee cheese bottle kitten rabbit summer winter garden window butter carrot potato tomato "
-    "sister button little middle puzzle rubber ladder hammer planet rocket silver yellow orange purple violin guitar "
-    "basket pocket needle street school family animal island mirror candle pencil ribbon saddle tunnel wallet zipper"
-).split()
+WORDS = [
+    "banana",
+    "pepper",
+    "letter",
+    "coffee",
+    "cheese",
+    "bottle",
+    "kitten",
+    "rabbit",
+    "summer",
+    "winter",
+    "garden",
+    "window",
+    "butter",
+    "carrot",
+    "potato",
+    "tomato",
+    "sister",
+    "button",
+    "little",
+    "middle",
+    "puzzle",
+    "rubber",
+    "ladder",
+    "hammer",
+    "planet",
+    "rocket",
+    "silver",
+    "yellow",
+    "orange",
+    "purple",
+    "violin",
+    "guitar",
+    "basket",
+    "pocket",
+    "needle",
+    "street",
+    "school",
+    "family",
+    "animal",
+    "island",
+    "mirror",
+    "candle",
+    "pencil",
+    "ribbon",
+    "saddle",
+    "tunnel",
+    "wallet",
+    "zipper",
+]
 
 COUNT_QUESTIONS = 3 * sum(len(set(word)) for word in WORDS)
 """A lower bound: a letter that the word lacks is asked for too."""

@@ -29,7 +29,28 @@ def sort(rng: Random, voice: Voice) -> Draft:
     return Draft(question, "; ".join(steps) + f"; {last}", ", ".join(order))
 
 
-WORDS = "ball bell boat cake coat cup door fish flag fork hat lamp leaf moon rope ring rock shoe star tree".split()
+WORDS = [
+    "ball",
+    "bell",
+    "boat",
+    "cake",
+    "coat",
+    "cup",
+    "door",
+    "fish",
+    "flag",
+    "fork",
+    "hat",
+    "lamp",
+    "leaf",
+    "moon",
+    "rope",
+    "ring",
+    "rock",
+    "shoe",
+    "star",
+    "tree",
+]
 
 REVERSE_QUESTIONS = 3 * (perm(26, 5) + perm(len(WORDS), 4))
 

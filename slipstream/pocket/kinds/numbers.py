@@ -5,7 +5,8 @@ from random import Random
 from slipstream.pocket.kinds import Draft
 from slipstream.pocket.wording import Voice
 
-THINGS = "apples books cards coins keys nuts pears pens shells stamps".split()
+THINGS = ["apples", "books", "cards", "coins", "keys", "nuts", "pears", "pens", "shells", "stamps"]
+
 
 def roughly(a: int, b: int, sign: int) -> str:
     """The sum or difference of both numbers rounded to tens (5 up)."""
@@ -120,7 +121,7 @@ def series(rng: Random, voice: Voice) -> Draft:
     if step % 2:
         steps = f"{max(t[:2])}-{min(t[:2])}={step} and {max(t[2:4])}-{min(t[2:4])}={step}."
     else:
-        steps = f"The gap is {step}: {t[1]}{back}{step}={t[0]}."
+        steps = f"The gap: {max(t[:2])}-{min(t[:2])}={step}, for {t[1]}{back}{step}={t[0]}."
     trend = "Up" if sign > 0 else "Down"
     steps += f" {trend} by {step}, {voice.link} {t[3]}{op}{step}={t[4]} and {t[4]}{op}{step}={t[5]}."
     return Draft(question, steps, f"{t[4]}, {t[5]}")

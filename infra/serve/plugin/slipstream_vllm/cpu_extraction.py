@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 
@@ -37,7 +38,7 @@ def submit_write(self: Any, pending: Any) -> None:
     states = extract_from_kv_cache(self._kv_cache, slots, pending.token_ids.shape[0]).contiguous()
     tensors = {"hidden_states": states, "token_ids": pending.token_ids.clone()}
 
-    os.makedirs(os.path.dirname(pending.filename), exist_ok=True)
+    Path(pending.filename).parent.mkdir(parents=True, exist_ok=True)
     lock_fd = self._lock_fds.pop(pending.req_id, None)
     if lock_fd is None and self.use_lock:
         lock_fd = os.open(pending.filename + ".lock", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
