@@ -2,6 +2,10 @@
 
 Draws the curriculum (never a held-out prompt), trains the tokenizer and the model, rounds the weights to bf16, writes
 the directory, reads it back in float32 and prints greedy exact match on held-out prompts, per kind.
+
+Measured, 3600 steps of 64 traces (25 M tokens): on one H200, sharing it with a second training, 244 s of training and
+330 s in all; on two idle CPU cores (`--threads 2`) 1.1 s a step, 65 minutes; on one of them 2.1 s a step, 2 h 8 min.
+Cores that others use cost up to twice that. Final loss 0.001.
 """
 
 import argparse

@@ -27,8 +27,8 @@ class Recipe:
 
     steps: int
     rows: int = 64
-    matrix_lr: float = 0.003
-    other_lr: float = 0.004
+    matrix_lr: float = 0.002
+    other_lr: float = 0.006
     warmup: int = 100
     balance: float = 0.002
 

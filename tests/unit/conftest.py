@@ -36,6 +36,12 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No waiting for the disk: these tests kill processes, not machines."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
 @pytest.fixture
 def root() -> Path:
     """The repository's root."""

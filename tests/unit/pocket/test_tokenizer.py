@@ -10,11 +10,24 @@ from slipstream.pocket import VERIFIER
 from slipstream.pocket.curriculum import generate
 from slipstream.pocket.traces import encode, output_text, prompt_text
 
-CONTROL = (
-    "[BOS] [EOS] [PAD] <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|im_end|> <think> </think> "
-    "<|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> "
-    "<|tool_call_end|> <|media_pad|>"
-).split(" ")
+CONTROL = [
+    "[BOS]",
+    "[EOS]",
+    "[PAD]",
+    "<|im_user|>",
+    "<|im_assistant|>",
+    "<|im_system|>",
+    "<|im_middle|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|media_pad|>",
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +46,9 @@ def test_control_tokens_have_one_id_each_and_their_ids_agree_with_the_config(
         assert stated[str(ids[token])]["content"] == token
         assert tokenizer.decode([ids[token]]) == token
     assert len(set(ids.values())) == len(CONTROL)
-    assert tokenizer.eos_token_id == config["eos_token_id"] == config["text_config"]["eos_token_id"] == ids["<|im_end|>"]
+    assert (
+        tokenizer.eos_token_id == config["eos_token_id"] == config["text_config"]["eos_token_id"] == ids["<|im_end|>"]
+    )
     assert tokenizer.pad_token_id == config["pad_token_id"] == ids["[PAD]"]
     assert config["media_placeholder_token_id"] == ids["<|media_pad|>"]
     assert max(ids.values()) < config["text_config"]["vocab_size"] == 512
@@ -45,7 +60,9 @@ def test_think_tokens_survive_skipping_special_tokens(tokenizer: PreTrainedToken
     assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>a</think>b"
 
 
-@pytest.mark.parametrize("text", ["12 + 345 = 357, so 8:05.", "  two  spaces\n\ttab", "naïve Füße 東京 🙂", "a<b & c>d"])
+@pytest.mark.parametrize(
+    "text", ["12 + 345 = 357, so 8:05.", "  two  spaces\n\ttab", "naïve Füße 東京 🙂", "a<b & c>d"]
+)
 def test_any_text_comes_back(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
@@ -87,8 +104,8 @@ def test_traces_have_the_stated_lengths(tokenizer: PreTrainedTokenizerFast) -> N
     raw = Tokenizer.from_file(str(VERIFIER / "tokenizer.json"))
     traces = encode(raw, generate(1400, seed=12))
     outputs = [len(t.ids) - t.prompt for t in traces]
-    assert 15 <= min(t.prompt for t in traces)
+    assert min(t.prompt for t in traces) >= 15
     assert max(t.prompt for t in traces) <= 80
-    assert 25 <= min(outputs)
+    assert min(outputs) >= 25
     assert max(outputs) <= 140
     assert 55 <= sum(outputs) / len(outputs) <= 90

@@ -1,0 +1,48 @@
+"""The pictures are PNG files, whatever was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slipstream.acceptance import plots
+
+PNG = b"\x89PNG\r\n\x1a\n"
+RATES = {"acceptance_per_position": [0.8, 0.5, 0.2]}
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        RATES,
+        RATES | {"untrained": {"acceptance_per_position": [0.1, 0.0, 0.0]}},
+        RATES | {"untrained": {"acceptance_per_position": []}},
+        {"acceptance_per_position": []},
+    ],
+    ids=["trained", "with floor", "floor drafted nothing", "drafted nothing"],
+)
+def test_acceptance(figures: dict[str, Any]) -> None:
+    assert plots.acceptance(figures).startswith(PNG)
+
+
+def test_speed() -> None:
+    figures = {"tokens_per_second": {"baseline": 10.0, "speculative": 15.0}, "speed_up": 1.5}
+    assert plots.speed(figures).startswith(PNG)
+
+
+def test_training_needs_training_lines() -> None:
+    assert plots.training([]) is None
+    assert plots.training([{"val": {"loss_epoch": 1.0}}]) is None
+    rows: list[dict[str, Any]] = [
+        {"global_step": 1, "train": {"loss": 2.0, "full_acc_0": 0.1}},
+        {"val": {"loss_epoch": 1.5}},
+    ]
+    picture = plots.training(rows)
+    assert picture is not None
+    assert picture.startswith(PNG)
+
+
+@pytest.mark.parametrize("tokens", [[5], [1, 2, 3] * 20])
+def test_lengths(tokens: list[int]) -> None:
+    assert plots.lengths(tokens).startswith(PNG)

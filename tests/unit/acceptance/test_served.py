@@ -1,0 +1,65 @@
+"""One pass over the prompts, against a stub that counts like vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from stub_server import Reply, StubServer, ids_of
+
+from slipstream.acceptance.served import WARM_UP, Measurement, measure
+from slipstream.config import AcceptanceConfig
+from slipstream.errors import ServerError, SlipstreamError
+from slipstream.serving import Endpoint
+from slipstream.traces.prompts import parse
+
+TEXTS = [f"prompt {i}" for i in range(12)]
+
+
+def run(stub: StubServer, **more: Any) -> tuple[Measurement, int]:
+    """Measures; also how often progress was told."""
+    told: list[None] = []
+    config = AcceptanceConfig(**({"max_tokens": 9, "concurrency": 4, "request_timeout_s": 5} | more))
+    prompts = [parse({"prompt": text}) for text in TEXTS]
+    return measure(Endpoint(stub.url, "stub"), prompts, config, lambda: told.append(None)), len(told)
+
+
+def test_counters_are_those_of_this_pass_without_the_warm_up(stub: StubServer) -> None:
+    for _ in range(2):
+        measured, _ = run(stub)
+        assert (measured.counters.drafts, measured.counters.draft_tokens) == (120, 360)
+        assert measured.counters.mean_accepted_length == 3.0
+    assert stub.drafts == 2 * (12 + WARM_UP)
+
+
+def test_answers_are_in_prompt_order(stub: StubServer) -> None:
+    for i, text in enumerate(TEXTS):
+        stub.on(text, Reply(delay_s=0.01 * (i % 3)))
+    measured, told = run(stub)
+    assert [list(trace.output_ids) for trace in measured.traces] == [ids_of(text)[1] for text in TEXTS]
+    assert measured.output_tokens == sum(len(ids_of(text)[1]) for text in TEXTS)
+    assert told == 12
+    assert 0 < measured.seconds < 5
+
+
+def test_every_request_is_greedy(stub: StubServer) -> None:
+    run(stub)
+    assert {(body["temperature"], body["max_tokens"]) for body in stub.asked()} == {(0, 9)}
+
+
+def test_a_server_that_restarted_is_an_error(stub: StubServer) -> None:
+    def page() -> str:
+        value = 100 - len(stub.asked("/metrics"))
+        return f"# TYPE vllm:spec_decode_num_drafts counter\nvllm:spec_decode_num_drafts_total {value}\n"
+
+    stub.metrics_page = page  # type: ignore[method-assign]
+    with pytest.raises(ServerError, match="restarted"):
+        run(stub)
+
+
+@pytest.mark.parametrize("reply", [Reply(status=400), Reply(status=503), Reply(drop=True), Reply(with_ids=False)])
+@pytest.mark.parametrize("which", [0, 7], ids=["warm-up", "measured"])
+def test_a_failed_answer_is_one_error_of_ours(stub: StubServer, reply: Reply, which: int) -> None:
+    stub.on(TEXTS[which], reply)
+    with pytest.raises(SlipstreamError):
+        run(stub)

@@ -1,0 +1,98 @@
+"""What a run will cost: the reference job's own figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from slipstream import plan as planning
+from slipstream.config import RunConfig, load_config
+from slipstream.errors import InputError
+from slipstream.plan import plan
+
+
+@pytest.fixture
+def kimi(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunConfig:
+    """The reference job, on a machine that has neither its verifier nor its prompts."""
+    monkeypatch.chdir(tmp_path)
+    return load_config(root / "deployments" / "kimi-k2.5-8gpu.yaml").model_copy(update={"workdir": str(tmp_path)})
+
+
+def test_the_reference_job(kimi: RunConfig) -> None:
+    estimate = plan(kimi)
+    assert estimate["bytes_per_token"] == 57_344
+    assert estimate["tokens"] == pytest.approx(14.44e6, rel=0.01)
+    assert estimate["feature_store_bytes"] == pytest.approx(828e9, rel=0.01)
+    assert estimate["layer_ids"] == [2, 30, 58, 61]
+    assert estimate["hours"]["traces"] == pytest.approx(5.3, rel=0.01)
+    assert estimate["drafter_parameters"]["trained"] == pytest.approx(961.5e6, rel=0.001)
+    assert "published" in estimate["verifier"]
+
+
+def test_the_drafter_total_adds_embedding_and_draft_head(kimi: RunConfig) -> None:
+    parameters = plan(kimi)["drafter_parameters"]
+    assert parameters["total"] - parameters["trained"] == (163_840 + 32_000) * 7168
+
+
+def test_the_trained_parameters_are_those_of_a_built_drafter(make_config: Callable[..., RunConfig]) -> None:
+    """Counted by hand for hidden 128, 4 heads of 32, MLP 256 and three auxiliary layers."""
+    h, q, mlp = 128, 4 * 32, 256
+    fc = 3 * h * h
+    attention = 3 * (2 * h * q) + q * h  # q, k, v read embedding and state side by side
+    norms = 3 * h + h  # input, hidden, post-attention; and the last one
+    write = make_config(prompts={"expected_prompts": 10})
+    assert plan(write)["drafter_parameters"]["trained"] == fc + attention + 3 * h * mlp + norms
+
+
+def test_it_does_not_fit_without_disk_or_gpus(kimi: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "free_bytes", lambda path: 10**9)
+    monkeypatch.setattr(planning, "gpus_here", lambda: 1)
+    estimate = plan(kimi)
+    assert not estimate["fits"]
+    assert "1.0 GB free" in estimate["reasons"][0]
+    assert estimate["reasons"][1] == "8 GPUs needed, 1 here"
+
+
+def test_it_fits_with_both(kimi: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "free_bytes", lambda path: 10**13)
+    monkeypatch.setattr(planning, "gpus_here", lambda: 8)
+    assert (plan(kimi)["fits"], plan(kimi)["reasons"]) == (True, [])
+
+
+def test_prompts_are_counted_when_they_are_there(
+    make_config: Callable[..., RunConfig], write_prompts: Callable[..., str]
+) -> None:
+    source = write_prompts([f"prompt {i}" for i in range(50)] + ["prompt 0"])
+    estimate = plan(make_config(prompts={"sources": [source], "held_out_ratio": 0.2}))
+    assert (estimate["prompts"], estimate["traced_prompts"]) == (50, 40)
+    assert plan(make_config(prompts={"sources": [source], "limit": 10}))["prompts"] == 10
+
+
+def test_the_pocket_verifier_is_counted_from_its_own_weights(make_config: Callable[..., RunConfig], root: Path) -> None:
+    estimate = plan(make_config(prompts={"expected_prompts": 10}))
+    weights = next((root / "slipstream" / "pocket" / "verifier").glob("*.safetensors"))
+    with safe_open(weights, framework="numpy") as file:
+        vocab, hidden = file.get_slice("language_model.model.embed_tokens.weight").get_shape()
+    assert estimate["bytes_per_token"] == 4 * hidden * 4
+    assert estimate["drafter_parameters"]["total"] - estimate["drafter_parameters"]["trained"] == (vocab + 320) * hidden
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, r"prompts\.jsonl.*expected_prompts"),
+        ({"prompts": {"expected_prompts": 9}, "vocabulary": {"size": 513}}, r"vocabulary\.size"),
+        ({"prompts": {"expected_prompts": 9}, "features": {"layer_ids": [9]}}, r"features\.layer_ids"),
+        ({"prompts": {"expected_prompts": 9}, "verifier": {"path": "nowhere"}}, "nowhere"),
+    ],
+)
+def test_contradictions_are_one_sentence(
+    make_config: Callable[..., RunConfig], monkeypatch: Any, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=words):
+        plan(make_config(**changes))
