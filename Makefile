@@ -2,25 +2,27 @@
 PYTHON ?= python3.11
 VENV   := .venv
 SERVE  := .venv-serve
+# A host with NVIDIA GPUs takes the CUDA builds.
+HOST   := $(if $(wildcard /dev/nvidia0),gpu,cpu)
 PIP    := -m pip --quiet --disable-pip-version-check
 
-.PHONY: install demo test lint bench evidence lock ui clean
+.PHONY: install demo test lint lock clean
 
 install: $(VENV)/.installed $(SERVE)/.installed
 
-$(VENV)/.installed: infra/train/cpu.lock pyproject.toml
+$(VENV)/.installed: infra/train/$(HOST).lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) install --upgrade pip
-	$(VENV)/bin/python infra/check_torch.py infra/train/cpu.lock
-	$(VENV)/bin/python $(PIP) install --no-deps -r infra/train/cpu.lock
+	$(VENV)/bin/python infra/check_torch.py infra/train/$(HOST).lock
+	$(VENV)/bin/python $(PIP) install --no-deps -r infra/train/$(HOST).lock
 	$(VENV)/bin/python $(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(SERVE)/.installed: infra/serve/cpu.lock infra/serve/plugin/pyproject.toml
+$(SERVE)/.installed: infra/serve/$(HOST).lock infra/serve/plugin/pyproject.toml
 	$(PYTHON) -m venv $(SERVE)
 	$(SERVE)/bin/python $(PIP) install --upgrade pip
-	$(SERVE)/bin/python infra/check_torch.py infra/serve/cpu.lock
-	$(SERVE)/bin/python $(PIP) install --no-deps -r infra/serve/cpu.lock
+	$(SERVE)/bin/python infra/check_torch.py infra/serve/$(HOST).lock
+	$(SERVE)/bin/python $(PIP) install --no-deps -r infra/serve/$(HOST).lock
 	$(SERVE)/bin/python $(PIP) install --no-deps --no-build-isolation -e infra/serve/plugin
 	@touch $@
 
@@ -37,8 +39,9 @@ lint: install
 	$(VENV)/bin/lint-imports
 
 lock: install
-	$(VENV)/bin/python infra/lock.py infra/train/cpu.in
-	$(SERVE)/bin/python infra/lock.py infra/serve/cpu.in
+	for host in cpu gpu; do \
+	  $(VENV)/bin/python infra/lock.py infra/train/$$host.in && \
+	  $(SERVE)/bin/python infra/lock.py infra/serve/$$host.in || exit 1; done
 
 clean:
 	rm -rf $(VENV) $(SERVE) work

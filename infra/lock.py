@@ -1,7 +1,7 @@
 """Write a complete lock file from a requirements.in file: `python infra/lock.py infra/serve/cpu.in`.
 
 A lock holds the whole closure at exact versions and is installed with `pip install --no-deps -r`.
-torchvision, torchaudio and torchcodec are left out: vllm and speculators declare them, neither
+From the lock of a CPU host torchvision, torchaudio and torchcodec are left out: vllm and speculators declare them, neither
 needs them for text verifiers, and the builds on the public index do not import beside a CPU build
 of torch ("operator torchvision::nms does not exist").  For the resolver they are satisfied by
 metadata-only wheels built here and thrown away.
@@ -45,8 +45,10 @@ def stub_wheel(folder: Path, name: str, version: str) -> None:
 
 def resolve(source: Path) -> list[str]:
     """Exact `name==version` lines of everything `source` needs, sorted by name."""
+    left_out = LEFT_OUT if source.stem == "cpu" else {}
+    unused = UNUSED if source.stem == "cpu" else set()
     with tempfile.TemporaryDirectory() as tmp:
-        for name, version in LEFT_OUT.items():
+        for name, version in left_out.items():
             stub_wheel(Path(tmp), name, version)
         report = Path(tmp) / "report.json"
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
@@ -54,7 +56,7 @@ def resolve(source: Path) -> list[str]:
         subprocess.run(command, check=True)
         found = json.loads(report.read_text())["install"]
     pins = {item["metadata"]["name"].lower(): item["metadata"]["version"].split("+")[0] for item in found}
-    return [f"{name}=={version}" for name, version in sorted(pins.items()) if name not in LEFT_OUT.keys() | UNUSED]
+    return [f"{name}=={version}" for name, version in sorted(pins.items()) if name not in left_out.keys() | unused]
 
 
 def main() -> None:

@@ -56,11 +56,12 @@ def environment(name: str, python: Path, lock: Path) -> Finding:
 
 def examine(root: Path, workdir: Path) -> list[Finding]:
     """All findings for the repository in `root`."""
-    findings = [
-        environment("orchestrate and train", Path(sys.executable), root / "infra/train/cpu.lock"),
-        environment("serve", root / ".venv-serve/bin/python", root / "infra/serve/cpu.lock"),
-    ]
     gpus = gpus_here()
+    lock = "gpu.lock" if gpus else "cpu.lock"
+    findings = [
+        environment("orchestrate and train", Path(sys.executable), root / "infra/train" / lock),
+        environment("serve", root / ".venv-serve/bin/python", root / "infra/serve" / lock),
+    ]
     findings.append(Finding("GPUs", f"{gpus} here" if gpus else "none here: servers and training run on the CPU"))
     free = free_bytes(workdir)
     advice = "" if free > 10e9 else "free some space or set SLIPSTREAM_WORKDIR to another disk"

@@ -69,7 +69,8 @@ def gone(pids: list[int]) -> bool:
     """Whether none of the processes is left (zombies apart) within 30 seconds."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        listing = subprocess.run(["ps", "-o", "pid=,stat=", *[f"-p{p}" for p in pids]], capture_output=True, text=True)
+        command = ["ps", "-o", "pid=,stat=", *[f"-p{p}" for p in pids]]
+        listing = subprocess.run(command, check=False, capture_output=True, text=True)
         if not [line for line in listing.stdout.splitlines() if " Z" not in line]:
             return True
         time.sleep(0.2)

@@ -22,7 +22,7 @@ from slipstream.traces import prompt_set, stage
 from slipstream.traces.pool import TracePool
 from slipstream.traces.prompts import parse
 
-TEXTS = [f"prompt {i}" for i in range(40)]
+TEXTS = [f"prompt {i}" for i in range(30)]
 pytestmark = pytest.mark.usefixtures("no_backoff")
 
 
@@ -32,12 +32,13 @@ class Runner:
     def __init__(self, stub: StubServer, make: Callable[..., RunConfig], write: Callable[..., str], root: Path) -> None:
         self.stub, self._make, self._write, self.root = stub, make, write, root
         self.entered = 0
+        self.replicas: list[StubServer] = []
 
     @contextmanager
     def servers(self, logs: Path) -> Iterator[Sequence[Endpoint]]:
-        """The stub, twice, as two replicas."""
+        """The stub and its further replicas."""
         self.entered += 1
-        yield [Endpoint(self.stub.url, "stub")] * 2
+        yield [Endpoint(server.url, "stub") for server in (self.stub, *self.replicas)]
 
     def config(self, rows: list[Any], **traces: Any) -> RunConfig:
         """A configuration for these rows."""
@@ -276,3 +277,14 @@ def test_greedy_requests_carry_no_sampling(run: Runner) -> None:
         "temperature",
         "return_token_ids",
     }
+
+
+def test_replicas_share_the_work(run: Runner) -> None:
+    run.stub.default = Reply(delay_s=0.02)
+    with StubServer() as second:
+        second.default = run.stub.default
+        run.replicas.append(second)
+        made = run(TEXTS)
+        asked = [[body["messages"][-1]["content"] for body in server.asked()] for server in (run.stub, second)]
+    assert sorted(asked[0] + asked[1]) == sorted(traced(run, TEXTS))
+    assert min(map(len, asked)) > len(rows_of(made)) / 4
