@@ -1,8 +1,8 @@
 """Write a complete lock file from a requirements.in file: `python infra/lock.py infra/serve/cpu.in`.
 
 A lock holds the whole closure at exact versions and is installed with `pip install --no-deps -r`.
-From the lock of a CPU host torchvision, torchaudio and torchcodec are left out: vllm and speculators declare them, neither
-needs them for text verifiers, and the builds on the public index do not import beside a CPU build
+From the lock of a CPU host torchvision, torchaudio and torchcodec are left out: vllm and speculators declare
+them, neither needs them for text verifiers, and the builds on the public index do not import beside a CPU build
 of torch ("operator torchvision::nms does not exist").  For the resolver they are satisfied by
 metadata-only wheels built here and thrown away.
 

@@ -68,6 +68,10 @@ async def _ask_once(openai: AsyncOpenAI, model: str, prompt: Prompt, sampling: d
         raise Refused(f"prompt {prompt.key}: HTTP {error.status_code}: {error.message}") from error
     except (sdk.APIConnectionError, sdk.APITimeoutError) as error:
         raise TransientError(f"prompt {prompt.key}: {type(error).__name__}") from error
+    except (sdk.APIResponseValidationError, ValueError) as error:
+        raise ServerError(f"prompt {prompt.key}: the server's answer is not a chat completion ({error})") from error
+    if not hasattr(answer, "model_dump"):
+        raise ServerError(f"prompt {prompt.key}: the server's answer is not a chat completion ({str(answer)[:80]})")
     return to_trace(prompt.key, answer.model_dump())
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from slipstream.errors import InputError
 
@@ -26,7 +26,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Stage(BaseModel):
     """Base of the stage models: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     RUNTIME: ClassVar[frozenset[str]] = frozenset()
 
     def recipe(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class VocabularyConfig(Stage):
 class DraftShape(Stage):
     """Shape of the drafter's decoder layers (Llama type)."""
 
-    num_layers: int = Field(default=1, ge=1, description="Decoder layers.")
+    num_layers: int = Field(default=1, ge=1, le=1, description="Decoder layers; the flat form holds one.")
     num_attention_heads: int = Field(ge=1, description="Query heads.")
     num_key_value_heads: int = Field(ge=1, description="Key and value heads.")
     head_dim: int = Field(ge=2, description="Width of one head.")
@@ -272,7 +272,7 @@ class Rates(Stage):
 class RunConfig(BaseModel):
     """Everything that one run needs, from prompts to the verdict."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9.-]*$", description="Name of the run: runs/<name> in the work directory."
@@ -287,6 +287,13 @@ class RunConfig(BaseModel):
     drafter: DrafterConfig
     acceptance: AcceptanceConfig = AcceptanceConfig()
     rates: Rates = Rates()
+
+    @field_validator("name")
+    @classmethod
+    def _not_the_link(cls, name: str) -> str:
+        if name == "latest":
+            raise ValueError("`latest` is the link to the newest run; choose another name")
+        return name
 
     @model_validator(mode="after")
     def _untrained_is_kept(self) -> Self:

@@ -37,17 +37,22 @@ PR_SET_CHILD_SUBREAPER = 36
 class Process:
     """A supervised command and its descendants."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
-        self._popen, self.log = popen, log
+    def __init__(self, popen: subprocess.Popen[bytes], log: Path, scratch: str) -> None:
+        self._popen, self.log, self._scratch = popen, log, scratch
         self.pid = popen.pid
 
     def returncode(self) -> int | None:
         """The command's exit status, or None while it runs."""
-        return self._popen.poll()
+        status = self._popen.poll()
+        if status is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)  # when the supervisor itself was killed
+        return status
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end; raises subprocess.TimeoutExpired."""
-        return self._popen.wait(timeout)
+        status = self._popen.wait(timeout)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        return status
 
     def stop(self) -> None:
         """Ends the command and everything it started; returns when all of it is gone."""
@@ -58,6 +63,7 @@ class Process:
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def complaint(self) -> str:
         """The last line of the log that names an exception, else its last line."""
@@ -77,17 +83,21 @@ def start(command: Sequence[str], log: Path, env: Mapping[str, str] | None = Non
     log.parent.mkdir(parents=True, exist_ok=True)
     scratch = tempfile.mkdtemp(prefix="slipstream-")
     supervisor = [sys.executable, "-m", "slipstream.process", str(os.getpid()), scratch, *command]
-    with log.open("ab") as output:
-        popen = subprocess.Popen(
-            supervisor,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": scratch, **(env or {})},
-            cwd=cwd,
-            start_new_session=True,
-        )
-    return Process(popen, log)
+    try:
+        with log.open("ab") as output:
+            popen = subprocess.Popen(
+                supervisor,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TMPDIR": scratch, **(env or {})},
+                cwd=cwd,
+                start_new_session=True,
+            )
+    except OSError:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    return Process(popen, log, scratch)
 
 
 def descendants(root: int) -> list[int]:

@@ -19,6 +19,7 @@ from slipstream.digest import digest
 from slipstream.errors import InputError
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+TEXTS = frozenset({".json", ".jinja", ".py", ".txt"})  # configuration, tokenizer, template, generation defaults
 HASHED_WHOLE = 64 << 20  # larger weight files are named by size, header and a sample
 
 
@@ -41,17 +42,21 @@ class Shape:
 def shape_of(config: Mapping[str, Any], where: str) -> Shape:
     """The shape in a `config.json` mapping; raises InputError naming the field that is missing."""
     text = config.get("text_config") or config
-    try:
-        eos = text.get("eos_token_id", config.get("eos_token_id"))
-        return Shape(
-            model_type=str(config.get("model_type", text.get("model_type", "unknown"))),
-            hidden_size=int(text["hidden_size"]),
-            num_layers=int(text["num_hidden_layers"]),
-            vocab_size=int(text["vocab_size"]),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
-        )
-    except KeyError as error:
-        raise InputError(f"{where}: no field {error} for the language model, is this a verifier's config?") from None
+    numbers: dict[str, int] = {}
+    for field in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        if field not in text:
+            raise InputError(f"{where}: no field {field!r} for the language model, is this a verifier's config?")
+        if type(text[field]) is not int or text[field] < 1:
+            raise InputError(f"{where}: {field} is {text[field]!r} instead of a whole number above 0")
+        numbers[field] = text[field]
+    eos = text.get("eos_token_id", config.get("eos_token_id"))
+    return Shape(
+        model_type=str(config.get("model_type", text.get("model_type", "unknown"))),
+        hidden_size=numbers["hidden_size"],
+        num_layers=numbers["num_hidden_layers"],
+        vocab_size=numbers["vocab_size"],
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -139,9 +144,10 @@ def identity(config: VerifierConfig) -> str:
     1 MiB, so that a terabyte costs seconds.
     """
     folder = folder_of(config)
-    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tiktoken.model")
     texts = {
-        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names if (folder / name).is_file()
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if path.is_file() and (path.suffix in TEXTS or path.name == "tiktoken.model")
     }
     weights = {path.name: _weight_identity(path) for path in sorted(folder.glob("*.safetensors"))}
     if not weights:
@@ -179,8 +185,8 @@ def check(config: RunConfig) -> Shape:
             f"vocabulary.size: {config.vocabulary.size} draft tokens are more than the verifier's {shape.vocab_size}"
         )
     kept = set(special.values()) | set(config.vocabulary.must_keep) | set(shape.eos_token_ids)
-    if beyond := sorted(token for token in kept if token >= shape.vocab_size):
-        raise InputError(f"vocabulary.must_keep: token ids {beyond} are not below the verifier's {shape.vocab_size}")
+    if beyond := sorted(token for token in kept if not 0 <= token < shape.vocab_size):
+        raise InputError(f"vocabulary.must_keep: token ids {beyond} do not lie in 0 … {shape.vocab_size - 1}")
     if len(kept) > config.vocabulary.size:
         raise InputError(
             f"vocabulary.size: {config.vocabulary.size} is smaller than the {len(kept)} control tokens that must be in"

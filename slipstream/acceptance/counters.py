@@ -46,7 +46,12 @@ class Counters:
 
     def since(self, before: Counters) -> Counters:
         """What was counted after `before`; raises ServerError when a counter went back (the server restarted)."""
-        if self.drafts < before.drafts or self.accepted < before.accepted:
+        totals = (
+            (self.drafts, before.drafts),
+            (self.draft_tokens, before.draft_tokens),
+            (self.accepted, before.accepted),
+        )
+        if any(now < then for now, then in totals):
             raise ServerError("the server's counters went back during the measurement: it was restarted")
         positions = {i: value - before.per_position.get(i, 0) for i, value in self.per_position.items()}
         return Counters(

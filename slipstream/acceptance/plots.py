@@ -38,8 +38,9 @@ def acceptance(figures: Mapping[str, Any]) -> bytes:
     axes.bar(positions, rates, width=0.5, color=TRAINED, label="trained")
     for position, rate in zip(positions, rates, strict=True):
         axes.text(position, rate + 0.02, f"{rate:.2f}", ha="center", color=INK, fontsize=9)
-    if floor := figures.get("untrained"):
-        axes.bar(positions, floor["acceptance_per_position"], width=0.5, color=FLOOR, label="untrained")
+    floor = (figures.get("untrained") or {}).get("acceptance_per_position")
+    if floor:
+        axes.bar(range(1, len(floor) + 1), floor, width=0.5, color=FLOOR, label="untrained")
         axes.legend(frameon=False, fontsize=8)
     axes.set(xlabel="draft position", ylabel="accepted", ylim=(0, 1.08), xticks=positions)
     axes.set_title("Acceptance on held-out prompts", fontsize=10, color=INK)

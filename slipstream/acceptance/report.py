@@ -151,7 +151,8 @@ def headline(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
     ]
     if floor := report["acceptance"].get("untrained"):
-        rows.append(("untrained acceptance rate", f"{floor['acceptance_rate']:.3f}"))
+        rate = floor["acceptance_rate"]
+        rows.append(("untrained acceptance rate", "n/a" if rate is None else f"{rate:.3f}"))
     return [*rows, ("verdict", f"{report['verdict']}: {report['reason']}")]
 
 

@@ -11,6 +11,7 @@ import httpx
 
 from slipstream import chat
 from slipstream.acceptance.counters import Counters, parse
+from slipstream.concurrent import run_workers
 from slipstream.config import AcceptanceConfig
 from slipstream.errors import ServerError
 from slipstream.serving import Endpoint
@@ -66,9 +67,7 @@ async def _measure(
                 answers[prompt.key] = await chat.ask(openai, endpoint.model, prompt, sampling, attempts=1)
                 on_answer()
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(config.concurrency, len(prompts))):
-                group.create_task(work())
+        await run_workers(work, min(config.concurrency, len(prompts)))
         seconds = time.monotonic() - started
         after = await _counters(endpoint)
     return Measurement([answers[prompt.key] for prompt in prompts], seconds, after.since(before))

@@ -142,11 +142,11 @@ def _speed(measurements: Sequence[Measurement]) -> float:
 def summarize(measured: dict[str, list[Measurement]], dtype: str, draft_tokens: int) -> dict[str, Any]:
     """The figures of `acceptance.json` from the measurements by variant (rounds in order)."""
     counters = _total(measured[SPECULATIVE])
-    speeds = {variant: round(_speed(rounds), 2) for variant, rounds in measured.items()}
+    speeds = {variant: _speed(rounds) for variant, rounds in measured.items()}
     reference = [trace.output_ids for trace in measured[BASELINE][0].traces]
-    different = sum(
-        output != trace.output_ids for output, trace in zip(reference, measured[SPECULATIVE][0].traces, strict=True)
-    )
+    passes = [[trace.output_ids for trace in m.traces] for m in (*measured[BASELINE], *measured[SPECULATIVE])]
+    by_prompt = zip(*passes, strict=True)
+    different = sum(any(output != outputs[0] for output in outputs) for outputs in by_prompt)
     figures: dict[str, Any] = {
         "dtype": dtype,
         "draft_tokens": draft_tokens,
@@ -155,7 +155,7 @@ def summarize(measured: dict[str, list[Measurement]], dtype: str, draft_tokens: 
         "acceptance_rate": counters.acceptance_rate,
         "mean_accepted_length": counters.mean_accepted_length,
         "acceptance_per_position": counters.rate_per_position,
-        "tokens_per_second": speeds,
+        "tokens_per_second": {variant: round(speed, 2) for variant, speed in speeds.items()},
         "speed_up": speeds[SPECULATIVE] / speeds[BASELINE],
         "speed_up_per_round": [
             _speed([fast]) / _speed([slow])

@@ -184,9 +184,9 @@ class _Follower:
             lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
         self._position += sum(map(len, lines))
         for line in reversed(lines):
-            row = json.loads(line)
+            row = _parse(line)
             if "train" in row:
-                figures = {"step": row["global_step"], "loss": round(row["train"]["loss"], 4), "lr": row["lr"]}
+                figures = {"step": row["global_step"], "loss": _rounded(row["train"]["loss"]), "lr": row["lr"]}
                 if row.get("profile"):
                     figures["tokens/s"] = round(row["profile"]["tokens_per_s"])
                 done = len(checkpoints.finished_epochs(self._store))
@@ -198,7 +198,20 @@ def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
     """The metric lines of a drafter folder that are complete."""
     path = folder / "metrics.jsonl"
     if path.exists():
-        yield from (json.loads(line) for line in path.read_text().splitlines() if line.endswith("}"))
+        yield from (row for line in path.read_bytes().splitlines() if (row := _parse(line)))
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """A line of metrics, empty when a kill cut it."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _rounded(value: float | str) -> float | str:
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def _export(folder: Path, name: str, config: RunConfig) -> None:

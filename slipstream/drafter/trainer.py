@@ -10,6 +10,7 @@ What changes, and why (speculators 0.9.0):
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ class EpochTrainer(Trainer):
             self._save(epoch, metrics)
 
     def _save(self, epoch: int, metrics: dict[str, float]) -> None:
+        if wrong := sorted(name for name, value in metrics.items() if not math.isfinite(value)):
+            raise StageFailed(f"epoch {epoch}: validation metric {wrong[0]} is not finite; lower drafter.learning_rate")
         for name, value in self.model.state_dict().items():
             if value.is_floating_point() and not bool(torch.isfinite(value).all()):
                 raise StageFailed(f"epoch {epoch}: {name} holds NaN or infinity; lower drafter.learning_rate")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from slipstream.errors import InputError
@@ -31,7 +32,13 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
         raise InputError(
             f"{folder}: no .safetensors file to warm-start from; set drafter.init_from to a checkpoint folder"
         )
-    return {canonical(name): tensor for file in files for name, tensor in load_file(file).items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            tensors |= {canonical(name): tensor for name, tensor in load_file(file).items()}
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{file}: cannot be read as safetensors ({error}); fetch the checkpoint again") from error
+    return tensors
 
 
 def apply(model: Any, folder: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -28,11 +29,19 @@ class JsonLines(logging.Handler):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._file = path.open("a", buffering=1)
+        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+            self._file.write("\n")  # a kill cut the last line
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes one line."""
+        """Writes one line of strict JSON: NaN and infinity become their names."""
         if isinstance(record.msg, dict):
-            self._file.write(json.dumps({"time": time.time(), **record.msg}) + "\n")
+            self._file.write(json.dumps(_strict({"time": time.time(), **record.msg}), allow_nan=False) + "\n")
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _loaders(job: Job, model: Any, dtype: torch.dtype) -> tuple[Any, Any]:

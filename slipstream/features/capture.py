@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+from slipstream.concurrent import run_workers
 from slipstream.config import FeaturesConfig
 from slipstream.errors import ServerError, TransientError, is_transient_status
 from slipstream.features.pool import FeaturePool
@@ -73,9 +74,7 @@ async def _capture(
                 figures = {"tokens/s": round(outcome.tokens / outcome.seconds), "lost": len(outcome.lost)}
                 report(Progress(outcome.captured + len(outcome.lost), len(rows), "samples", figures))
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(config.concurrency, len(rows))):
-                group.create_task(work())
+        await run_workers(work, min(config.concurrency, len(rows)))
     return outcome
 
 
@@ -100,8 +99,7 @@ async def _with_retries(
             await asyncio.sleep(min(10.0, 2.0 ** (attempt - 1)))
         finally:
             if path is not None:
-                path.unlink(missing_ok=True)
-                path.with_name(path.name + ".lock").unlink(missing_ok=True)
+                _remove(path)
 
 
 async def _post(client: httpx.AsyncClient, endpoint: Endpoint, token_ids: Sequence[int]) -> httpx.Response:
@@ -118,13 +116,26 @@ async def _request(client: httpx.AsyncClient, endpoint: Endpoint, storage: Path,
         raise TransientError(f"{endpoint.url}: HTTP {answer.status_code}")
     if answer.status_code != 200:
         raise ServerError(f"{endpoint.url}: HTTP {answer.status_code}: {answer.text[:200]}")
-    named = (answer.json().get("kv_transfer_params") or {}).get("hidden_states_path")
-    if not named:
+    return _named_file(answer, endpoint, storage)
+
+
+def _named_file(answer: httpx.Response, endpoint: Endpoint, storage: Path) -> Path:
+    """The file that the answer names, resolved; raises ServerError unless it lies inside `storage`."""
+    try:
+        named = answer.json()["kv_transfer_params"]["hidden_states_path"]
+    except (ValueError, LookupError, TypeError):
+        named = None
+    if not isinstance(named, str) or not named:
         raise ServerError(f"{endpoint.url}: answered without a hidden-state file; it is not an extraction server")
     path = Path(os.path.realpath(named))
-    if not path.is_relative_to(storage):
+    if path == storage or not path.is_relative_to(storage):
         raise ServerError(f"{endpoint.url}: named {named}, outside its storage folder {storage}; not read")
     return path
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.with_name(path.name + ".lock").unlink(missing_ok=True)
 
 
 async def _await_file(client: httpx.AsyncClient, endpoint: Endpoint, path: Path, timeout_s: float) -> None:
@@ -137,7 +148,7 @@ async def _await_file(client: httpx.AsyncClient, endpoint: Endpoint, path: Path,
             return
         if time.monotonic() > next_flush:
             next_flush += FLUSH_EVERY_S
-            await _flush(client, endpoint)
+            await _flush(client, endpoint, path.parent)
         await asyncio.sleep(0.01)
     raise TransientError(f"{path}: the server answered 200 but wrote no file within {timeout_s:.0f} s")
 
@@ -156,12 +167,17 @@ def _released(lock: Path) -> bool:
         os.close(fd)
 
 
-async def _flush(client: httpx.AsyncClient, endpoint: Endpoint) -> None:
-    """One token through the engine, so that it writes what it still holds; its own file is removed."""
+async def _flush(client: httpx.AsyncClient, endpoint: Endpoint, storage: Path) -> None:
+    """One token through the engine, so that it writes what it still holds; its own file is removed when it comes."""
     try:
         answer = await _post(client, endpoint, [1])
-        named = (answer.json().get("kv_transfer_params") or {}).get("hidden_states_path")
-    except (httpx.HTTPError, ValueError) as error:
+    except httpx.HTTPError as error:
         raise TransientError(f"{endpoint.url}: {type(error).__name__}") from error
-    if answer.status_code != 200 or not named:
+    if answer.status_code != 200:
         raise TransientError(f"{endpoint.url}: HTTP {answer.status_code} while waiting for a file")
+    path = _named_file(answer, endpoint, storage)
+    for _ in range(20):
+        if path.exists() and _released(path.with_name(path.name + ".lock")):
+            break
+        await asyncio.sleep(0.01)
+    _remove(path)

@@ -8,6 +8,7 @@ an index entry is checked and adopted instead of captured again.
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import threading
@@ -74,9 +75,15 @@ class FeaturePool:
         span = check(data, token_ids, self.layers, self.hidden, self.dtype)
         path = self.path(key)
         path.parent.mkdir(exist_ok=True)
-        atomic.fsync_file(captured)
-        os.replace(captured, path)
-        atomic.fsync_folder(path.parent)
+        try:
+            atomic.fsync_file(captured)
+            os.replace(captured, path)
+            atomic.fsync_folder(path.parent)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            atomic.write_bytes(path, data)  # the server writes on another file system
+            captured.unlink()
         return self._record(key, token_ids, data, span)
 
     def _record(self, key: str, token_ids: Sequence[int], data: bytes, span: tuple[float, float]) -> SampleInfo:

@@ -4,8 +4,12 @@ Draws the curriculum (never a held-out prompt), trains the tokenizer and the mod
 the directory, reads it back in float32 and prints greedy exact match on held-out prompts, per kind.
 
 Measured, 3600 steps of 64 traces (25 M tokens): on one H200, sharing it with a second training, 244 s of training and
-330 s in all; on two idle CPU cores (`--threads 2`) 1.1 s a step, 65 minutes; on one of them 2.1 s a step, 2 h 8 min.
-Cores that others use cost up to twice that. Final loss 0.001.
+330 s in all. From the time of single steps: on two idle CPU cores (`--threads 2`) 1.1 s a step, 65 minutes; on one of
+them 2.1 s a step, 2 h 8 min. Cores that others use cost up to twice that.
+
+The committed verifier: seed 0, these steps, final loss 0.001, when `lookup` asked two more questions that did not
+converge (0.66 exact with them) and were then dropped. On 700 held-out prompts after rounding: answers 0.994, whole
+outputs 0.993, no kind under 0.96.
 """
 
 import argparse

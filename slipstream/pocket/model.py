@@ -6,8 +6,8 @@ CPU kernel for MLA exists for these two widths only.
 
 `export(model, tokenizer, folder)` writes what vLLM's `KimiK25ForConditionalGeneration` serves with
 `--language-model-only`: a top-level `kimi_k25` config with a nested `text_config`, weights under `language_model.`, one
-matrix an expert, an index. There is no vision tower. `load_text_model(folder)` reads it
-back into transformers.
+matrix an expert, an index. There is no vision tower. `load_text_model(folder)` reads
+such a directory back into transformers.
 """
 
 import json

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream import chat
+from slipstream.concurrent import run_workers
 from slipstream.config import TracesConfig
 from slipstream.errors import TransientError
 from slipstream.progress import Progress, Report
@@ -84,7 +85,5 @@ async def _generate(
                     Progress(done, len(prompts), "prompts", {"tokens/s": round(speed), "failed": len(outcome.failed)})
                 )
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(config.concurrency, len(prompts))):
-                group.create_task(work())
+        await run_workers(work, min(config.concurrency, len(prompts)))
     return outcome

@@ -80,11 +80,17 @@ def parse(row: Any) -> Prompt:
     if not isinstance(tools, list):
         raise BadRow("`tools` is not a list")
     name = None if declared is None else str(declared)
+    tools = [_without_none(tool) for tool in tools]
+    kind = str(row.get("kind") or row.get("domain") or "all")
     try:
+        kind.encode()
         key = digest({"id": name, "messages": turns, "tools": tools})
     except UnicodeEncodeError as error:
         raise BadRow("text that is not valid Unicode (half of a surrogate pair)") from error
-    kind = str(row.get("kind") or row.get("domain") or "all")
+    except (ValueError, TypeError) as error:
+        raise BadRow(f"a value that JSON cannot hold ({error})") from error
+    except RecursionError as error:
+        raise BadRow("nested too deeply") from error
     return Prompt(key, name, tuple(turns), tuple(tools), kind)
 
 
@@ -96,7 +102,16 @@ def _turn(message: Any) -> dict[str, Any]:
         raise BadRow("a turn whose content is not text")
     if message["role"] == "user" and not str(content).strip():
         raise BadRow("an empty user turn")
-    return {key: message[key] for key in ("role", "content", "name", "tool_calls", "tool_call_id") if key in message}
+    fields = ("role", "content", "name", "tool_calls", "tool_call_id")
+    turn = {key: _without_none(message[key]) for key in fields if message.get(key) is not None}
+    return {"content": None, **turn} if "content" in message else turn
+
+
+def _without_none(value: Any) -> Any:
+    """`value` without the None that Parquet and saved data sets put where a nested field is missing."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
@@ -110,6 +125,8 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, BadRow("not UTF-8")
             except ValueError as error:
                 yield number, BadRow(f"not JSON ({error})")
+            except RecursionError:
+                yield number, BadRow("nested too deeply")
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Any]]:

@@ -21,6 +21,15 @@ def position(prompt: Prompt, seed: int) -> float:
     return int.from_bytes(hashed[:8], "big") / 2**64
 
 
+def _fill(name: str, place: dict[str, str], at: dict[str, float]) -> None:
+    """Moves one prompt of the largest split into the empty split `name`: the one that stands nearest to it."""
+    sizes = {other: list(place.values()).count(other) for other in SPLITS}
+    largest = max(SPLITS, key=lambda other: sizes[other])
+    if sizes[largest] > 1:
+        nearest = max if name == TRAIN else min
+        place[nearest((key for key in place if place[key] == largest), key=lambda key: at[key])] = name
+
+
 def split(prompts: Sequence[Prompt], held_out_ratio: float, val_ratio: float, seed: int) -> dict[str, list[Prompt]]:
     """`prompts` by split, each in the order given.
 
@@ -35,9 +44,7 @@ def split(prompts: Sequence[Prompt], held_out_ratio: float, val_ratio: float, se
             place[key] = HELD_OUT
         else:
             place[key] = VALIDATION if value < edges[VALIDATION] else TRAIN
-    for name, ratio in ((HELD_OUT, held_out_ratio), (VALIDATION, val_ratio)):
+    for name, ratio in ((TRAIN, 1.0), (HELD_OUT, held_out_ratio), (VALIDATION, val_ratio)):
         if ratio > 0 and name not in place.values():
-            training = [key for key in place if place[key] == TRAIN]
-            if len(training) > 1:
-                place[min(training, key=lambda key: at[key])] = name
+            _fill(name, place, at)
     return {name: [prompt for prompt in prompts if place[prompt.key] == name] for name in SPLITS}

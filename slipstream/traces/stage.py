@@ -190,8 +190,8 @@ class Selection:
             "prompt_tokens": len(trace.prompt_ids),
             "think_end": -1 if boundary is None else len(trace.prompt_ids) + boundary,
             "finish_reason": trace.finish_reason,
-            "thinking": trace.thinking,
-            "answer": trace.answer,
+            "thinking": _encodable(trace.thinking),
+            "answer": _encodable(trace.answer),
         }
 
     def content(self) -> str:
@@ -207,6 +207,11 @@ class Selection:
             "tokens": self.tokens,
             "supervised_tokens": self.supervised,
         }
+
+
+def _encodable(text: str | None) -> str | None:
+    """`text` with what UTF-8 cannot hold (half of a surrogate pair) replaced; training reads the ids, not this."""
+    return None if text is None else text.encode("utf-8", "replace").decode()
 
 
 def _schema() -> pa.Schema:
