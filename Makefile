@@ -24,6 +24,7 @@ $(SERVE)/.installed: infra/serve/$(HOST).lock infra/serve/plugin/pyproject.toml
 	$(SERVE)/bin/python infra/check_torch.py infra/serve/$(HOST).lock
 	$(SERVE)/bin/python $(PIP) install --no-deps -r infra/serve/$(HOST).lock
 	$(SERVE)/bin/python $(PIP) install --no-deps --no-build-isolation -e infra/serve/plugin
+	$(SERVE)/bin/python infra/serve/warm.py
 	@touch $@
 
 demo: install

@@ -9,6 +9,7 @@ from prefect import flow, unmapped
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from slipstream import servers_ahead
 from slipstream.config import RunConfig
 from slipstream.features.stage import plan as plan_shards
 from slipstream.plan import preflight
@@ -46,13 +47,14 @@ def train_drafter(config: RunConfig) -> None:
     """
     started = datetime.now(UTC)
     preflight(config)
-    prompts = split_prompts(config)
-    traces = generate_traces(config, prompts)
-    with shared_servers(config):
-        shards = capture_shard.map(unmapped(config), unmapped(traces), plan_shards(config, traces)).result()
-    features = assemble_features(config, traces, shards)
-    vocabulary = choose_vocabulary(config, traces)
-    drafter = train(config, features, vocabulary)
-    acceptance = measure_acceptance(config, prompts, drafter)
+    with servers_ahead.closing():
+        prompts = split_prompts(config)
+        traces = generate_traces(config, prompts)
+        with shared_servers(config):
+            shards = capture_shard.map(unmapped(config), unmapped(traces), plan_shards(config, traces)).result()
+        features = assemble_features(config, traces, shards)
+        vocabulary = choose_vocabulary(config, traces)
+        drafter = train(config, features, vocabulary)
+        acceptance = measure_acceptance(config, prompts, drafter)
     stages = {a.stage: a for a in (prompts, traces, features, vocabulary, drafter, acceptance)}
     write_report(config, started, stages, shards)

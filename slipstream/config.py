@@ -107,6 +107,7 @@ class ServersConfig(Stage):
             "traces_endpoints",
             "features_endpoints",
             "features_storage",
+            "start_ahead",
         }
     )
 
@@ -124,8 +125,14 @@ class ServersConfig(Stage):
         default=None, description="Folder into which the servers of features_endpoints write, as seen from here."
     )
 
+    start_ahead: bool = Field(
+        default=False, description="Start the next stage's server while a stage runs; CPU hosts with two cores."
+    )
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.start_ahead and self.device != "cpu":
+            raise ValueError("start_ahead is for device cpu: two servers do not share a GPU")
         if self.gpus % self.tensor_parallel:
             raise ValueError(f"gpus ({self.gpus}) must be a multiple of tensor_parallel ({self.tensor_parallel})")
         if self.features_endpoints and not self.features_storage:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -17,10 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import httpx
 
-from slipstream import process
+from slipstream import process, servers_ahead
 from slipstream.config import ServersConfig, VerifierConfig
 from slipstream.errors import InputError, ServerError
 
@@ -125,8 +127,14 @@ def environment(servers: ServersConfig, cache: Path, gpus: Sequence[int]) -> dic
     return env
 
 
-def cache_folder(workdir: Path) -> Path:
-    """Where the servers of a work directory keep vLLM's cache: it spares later servers a quarter of their start."""
+def cache_folder(servers: ServersConfig, workdir: Path) -> Path:
+    """Where vLLM keeps its cache (inspected model classes, kernels): beside the serve environment, else in `workdir`.
+
+    What it holds belongs to the environment's versions, and spares every later server a quarter of its start.
+    """
+    environment = Path(servers.python).absolute().parents[1]
+    if (environment / "pyvenv.cfg").exists() and os.access(environment, os.W_OK):
+        return environment / "cache" / "vllm"
     return workdir / "cache" / "vllm"
 
 
@@ -148,8 +156,37 @@ def serve(
 ) -> Iterator[Endpoint]:
     """A running server; it and everything it started are gone when the block ends.
 
-    Raises ServerError when it ends or stays silent before it has generated a token.
+    Takes over an equal server that was started ahead.  Raises ServerError when it ends or stays silent
+    before it has generated a token.
     """
+    waiting = servers_ahead.take(_ahead_key(verifier, servers, spec))
+    if waiting is None:
+        with _serve(verifier, servers, spec, log, cache, gpus) as endpoint:
+            yield endpoint
+        return
+    try:
+        yield cast(Endpoint, waiting.result())
+    finally:
+        waiting.close()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(waiting.log, log)  # beside the artifact, as if it had been started for it
+
+
+def start_ahead(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec, log: Path, cache: Path) -> None:
+    """Begins to start a server that a later `serve` will ask for, when the configuration allows it."""
+    if servers.start_ahead:
+        key = _ahead_key(verifier, servers, spec)
+        servers_ahead.start(key, lambda: _serve(verifier, servers, spec, log, cache, ()), log)
+
+
+def _ahead_key(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec) -> str:
+    return "\0".join(command(verifier, servers, spec, 0))
+
+
+@contextmanager
+def _serve(
+    verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec, log: Path, cache: Path, gpus: Sequence[int]
+) -> Iterator[Endpoint]:
     port = free_port()
     cache.mkdir(parents=True, exist_ok=True)
     child = process.start(command(verifier, servers, spec, port), log, environment(servers, cache, gpus))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prefect import task
 from prefect.artifacts import create_link_artifact
 
+from slipstream import serving
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
 from slipstream.drafter import stage
@@ -18,6 +19,10 @@ from tasks.stage import options, show, wait_logger
 )
 def train(config: RunConfig, features: Artifact, vocabulary: Artifact) -> Artifact:
     """A trained drafter, every epoch exported, the best one named."""
+    log, cache = config.root / "logs" / "generation-ahead.log", serving.cache_folder(config.servers, config.root)
+    serving.start_ahead(
+        config.verifier, config.servers, serving.generation_server(), log, cache
+    )  # acceptance's baseline
     with reporting("drafter-progress", "Training") as report:
         artifact = stage.run(config.root, config, features, vocabulary, report, wait_logger())
     counts = artifact.manifest().counts

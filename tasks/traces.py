@@ -11,6 +11,7 @@ from prefect import task
 from slipstream import serving
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
+from slipstream.features import servers
 from slipstream.traces import stage
 from tasks.progress import reporting
 from tasks.stage import options, show, wait_logger
@@ -21,8 +22,9 @@ def _servers(config: RunConfig, logs: Path) -> Iterator[Sequence[serving.Endpoin
     if config.servers.traces_endpoints:
         yield [serving.connect(url) for url in config.servers.traces_endpoints]
         return
+    servers.start_ahead(config.root, config)  # new traces will want states
     specs = [serving.generation_server()] * config.servers.replicas
-    cache = serving.cache_folder(config.root)
+    cache = serving.cache_folder(config.servers, config.root)
     with serving.replicas(config.verifier, config.servers, specs, logs, cache) as endpoints:
         yield endpoints
 

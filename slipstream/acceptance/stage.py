@@ -101,7 +101,7 @@ def run(
 
         for group in _groups(config, variants):
             specs = [variants[variant] for variant in group]
-            logs, cache = folder.path / "logs", serving.cache_folder(workdir)
+            logs, cache = folder.path / "logs", serving.cache_folder(config.servers, workdir)
             with serving.replicas(config.verifier, config.servers, specs, logs, cache) as endpoints:
                 for _ in range(config.acceptance.rounds):
                     for variant, endpoint in zip(group, endpoints, strict=True):

@@ -7,9 +7,9 @@ Outside `shared`, `lend` starts a server for the one shard that asked (a task on
 
 from __future__ import annotations
 
+import os
 import queue
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -51,15 +51,11 @@ class Lanes:
         if servers.features_endpoints:
             yield Lease(serving.connect(servers.features_endpoints[lane]), Path(str(servers.features_storage)))
             return
-        # On the file system of the pool, so that a finished file moves in by a rename.
-        incoming = self._workdir / "pool" / "features" / "incoming"
-        incoming.mkdir(parents=True, exist_ok=True)
-        storage = Path(tempfile.mkdtemp(prefix=f"lane{lane}-", dir=incoming))
+        storage = _storage(self._workdir, lane)
+        storage.mkdir(parents=True, exist_ok=True)
         try:
-            shape = verifier.load_shape(config.verifier)
-            spec = serving.extraction_server(verifier.capture_ids(config.features.layer_ids, shape), storage)
-            log = self._workdir / "logs" / f"extraction-{lane}.log"
-            gpus, cache = serving.visible_gpus(servers, lane), serving.cache_folder(self._workdir)
+            spec, log = _spec(config, storage), self._workdir / "logs" / f"extraction-{lane}.log"
+            gpus, cache = serving.visible_gpus(servers, lane), serving.cache_folder(servers, self._workdir)
             with serving.serve(config.verifier, servers, spec, log, cache, gpus) as endpoint:
                 yield Lease(endpoint, storage)
         finally:
@@ -75,6 +71,30 @@ class Lanes:
             self._close(lane)
 
 
+def _storage(workdir: Path, lane: int) -> Path:
+    """Where a lane's server writes: on the pool's file system, so that a finished file moves in by a rename."""
+    return workdir / "pool" / "features" / "incoming" / f"{os.getpid()}-{lane}"
+
+
+def _spec(config: RunConfig, storage: Path) -> serving.ServerSpec:
+    shape = verifier.load_shape(config.verifier)
+    return serving.extraction_server(verifier.capture_ids(config.features.layer_ids, shape), storage)
+
+
+def start_ahead(workdir: Path, config: RunConfig) -> None:
+    """Begins to start the first lane's server, when the configuration allows it and servers are not named."""
+    if not config.servers.features_endpoints:
+        log, cache = workdir / "logs" / "extraction-ahead.log", serving.cache_folder(config.servers, workdir)
+        serving.start_ahead(config.verifier, config.servers, _spec(config, _storage(workdir, 0)), log, cache)
+
+
+def sweep(workdir: Path) -> None:
+    """Removes what the servers of killed runs left behind."""
+    for folder in (workdir / "pool" / "features" / "incoming").glob("*-*"):
+        if not Path("/proc", folder.name.partition("-")[0]).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 _shared: dict[str, Lanes] = {}
 
 
@@ -87,6 +107,7 @@ def _name(workdir: Path, config: RunConfig) -> str:
 @contextmanager
 def shared(workdir: Path, config: RunConfig) -> Iterator[None]:
     """Inside the block, shards of this configuration in this process share its servers."""
+    sweep(workdir)
     lanes = _shared[_name(workdir, config)] = Lanes(workdir, config)
     try:
         yield
