@@ -6,7 +6,7 @@ SERVE  := .venv-serve
 HOST   := $(if $(wildcard /dev/nvidia0),gpu,cpu)
 PIP    := -m pip --quiet --disable-pip-version-check
 
-.PHONY: install demo test lint lock clean
+.PHONY: install demo test lint bench lock clean
 
 install: $(VENV)/.installed $(SERVE)/.installed
 
@@ -38,6 +38,9 @@ lint: install
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+bench: install
+	$(VENV)/bin/python benchmarks/pocket.py
 
 lock: install
 	for host in cpu gpu; do \

@@ -23,31 +23,18 @@ def _run(args: argparse.Namespace) -> int:
     if args.rehearse:
         config = rehearsal(config)
     preflight(config)
-    _embedded_prefect(config.root)
-    from flows.train_drafter import train_drafter
+    from flows.embedded import prefect_api
 
-    train_drafter(config)
+    with prefect_api(config.root):
+        from flows.train_drafter import train_drafter  # after the settings stand in the environment
+
+        train_drafter(config)
     folder = config.root / "runs" / config.name
     _print_headline(folder)
     if args.rehearse:
         print(f"Rehearsed {args.config}: look at {folder / 'report.html'}, logs are in {config.root / 'logs'}")
         print(f"and beside each stage; then start the real run with: slipstream run {args.config}")
     return 0
-
-
-def _embedded_prefect(root: Path) -> None:
-    """Settings of a run without a server: home and results in the work directory, nothing sent anywhere.
-
-    A Prefect server that the environment names (PREFECT_API_URL) is used instead of the embedded one.
-    """
-    os.environ.setdefault("DO_NOT_TRACK", "1")
-    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-    os.environ.setdefault("PREFECT_RESULTS_LOCAL_STORAGE_PATH", str(root / "prefect" / "results"))
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120")
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")
-    if "PREFECT_API_URL" not in os.environ:
-        os.environ.setdefault("PREFECT_HOME", str(root / "prefect"))
-        Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)  # Prefect makes one level only
 
 
 def _print_headline(folder: Path) -> None:

@@ -282,7 +282,7 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9.-]*$", description="Name of the run: runs/<name> in the work directory."
+        pattern=r"^[a-z0-9][a-z0-9.-]*$", description="Name of the run: `runs/<name>` in the work directory."
     )
     workdir: str | None = Field(default=None, description="Work directory; null takes SLIPSTREAM_WORKDIR or ./work.")
     prompts: PromptsConfig

@@ -13,7 +13,7 @@ def _png(figure: Any) -> bytes:
     from matplotlib import pyplot as plt
 
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
+    figure.savefig(buffer, format="png", dpi=80, bbox_inches="tight")
     plt.close(figure)
     return buffer.getvalue()
 

@@ -47,22 +47,30 @@ def _stage_entry(artifact: Artifact, started: datetime) -> dict[str, Any]:
     }
 
 
+def _span(shards: Sequence[Artifact], started: datetime) -> float:
+    """Seconds on the wall from the first to the last of the shards that this run captured (they overlap)."""
+    manifests = [manifest for shard in shards if (manifest := shard.manifest()).ended >= started.isoformat()]
+    if not manifests:
+        return 0.0
+    first = min(datetime.fromisoformat(manifest.started) for manifest in manifests)
+    return (max(datetime.fromisoformat(manifest.ended) for manifest in manifests) - first).total_seconds()
+
+
 def collect(
     config: RunConfig, started: datetime, stages: Mapping[str, Artifact], shards: Sequence[Artifact]
 ) -> dict[str, Any]:
     """The content of `report.json`.
 
     `executed` says whether this run made the stage or found it finished; `work` is what its last execution did.
-    The features entry sums its shards: samples captured, seconds.
+    The features entry counts its shards in: samples captured, seconds on the wall.
     """
     import json
 
     entries = {name: _stage_entry(artifact, started) for name, artifact in stages.items()}
-    made = [_stage_entry(shard, started) for shard in shards]
-    fresh = [entry for entry in made if entry["executed"]]
+    fresh = [entry for shard in shards if (entry := _stage_entry(shard, started))["executed"]]
     features = entries["features"]
     features["executed"] = features["executed"] or bool(fresh)
-    features["seconds"] = round(features["seconds"] + sum(entry["seconds"] for entry in fresh), 3)
+    features["seconds"] = round(features["seconds"] + _span(shards, started), 3)
     features["work"] = {
         **features["work"],
         "captured": sum(entry["work"]["captured"] for entry in fresh),
