@@ -21,6 +21,7 @@ from slipstream.errors import ServerError
 from slipstream.serving import free_port
 
 STARTUP_S = 180.0
+DRAIN_S = 30.0
 SERVER = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 
 
@@ -54,8 +55,18 @@ def prefect_api(root: Path) -> Iterator[None]:
         os.environ["PREFECT_API_URL"] = url
         yield
     finally:
+        _drain()
         os.environ.pop("PREFECT_API_URL", None)
         child.stop()
+
+
+def _drain() -> None:
+    """Sends the logs and events that still wait: left to the interpreter's exit they would wait for a dead server."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    for worker in (APILogWorker, EventsWorker):
+        worker.drain_all(timeout=DRAIN_S)
 
 
 def _wait(url: str, child: process.Process) -> None:
