@@ -37,8 +37,8 @@ def traces(workdir: Path) -> int:
 
 
 def samples(workdir: Path) -> int:
-    """Hidden-state samples recorded."""
-    return rows("pool/features/*/index.sqlite3", "samples", workdir)
+    """Hidden-state samples under their final names: complete, whether the index knows them yet or not."""
+    return len(list(workdir.glob("pool/features/*/??/*.safetensors")))
 
 
 def epochs(workdir: Path) -> int:
