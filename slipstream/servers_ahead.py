@@ -20,8 +20,10 @@ T = TypeVar("T")
 class Ahead(Generic[T]):
     """A context manager that is being entered by a thread of its own."""
 
-    def __init__(self, context: AbstractContextManager[T], log: Path) -> None:
-        self._context, self.log = context, log
+    def __init__(self, make: Callable[[threading.Event], AbstractContextManager[T]], log: Path) -> None:
+        self.log = log
+        self._unwanted = threading.Event()
+        self._context = make(self._unwanted)
         self._entered: Future[T] = Future()
         threading.Thread(target=self._enter, daemon=True).start()
 
@@ -36,7 +38,8 @@ class Ahead(Generic[T]):
         return self._entered.result()
 
     def close(self) -> None:
-        """Leaves the context if it was entered."""
+        """Leaves the context if it was entered; one that is still being entered is told to give up."""
+        self._unwanted.set()
         if self._entered.exception() is None:
             self._context.__exit__(None, None, None)
 
@@ -44,10 +47,13 @@ class Ahead(Generic[T]):
 _waiting: dict[str, Ahead[object]] = {}
 
 
-def start(key: str, make: Callable[[], AbstractContextManager[object]], log: Path) -> None:
-    """Begins to enter `make()`, which logs to `log`, unless one for `key` waits already."""
+def start(key: str, make: Callable[[threading.Event], AbstractContextManager[object]], log: Path) -> None:
+    """Begins to enter `make(unwanted)`, which logs to `log`, unless one for `key` waits already.
+
+    Entering must end with an error soon after the event `unwanted` is set.
+    """
     if key not in _waiting:
-        _waiting[key] = Ahead(make(), log)
+        _waiting[key] = Ahead(make, log)
 
 
 def take(key: str) -> Ahead[object] | None:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -176,7 +177,7 @@ def start_ahead(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSp
     """Begins to start a server that a later `serve` will ask for, when the configuration allows it."""
     if servers.start_ahead:
         key = _ahead_key(verifier, servers, spec)
-        servers_ahead.start(key, lambda: _serve(verifier, servers, spec, log, cache, ()), log)
+        servers_ahead.start(key, lambda unwanted: _serve(verifier, servers, spec, log, cache, (), unwanted), log)
 
 
 def _ahead_key(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec) -> str:
@@ -185,24 +186,37 @@ def _ahead_key(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpe
 
 @contextmanager
 def _serve(
-    verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec, log: Path, cache: Path, gpus: Sequence[int]
+    verifier: VerifierConfig,
+    servers: ServersConfig,
+    spec: ServerSpec,
+    log: Path,
+    cache: Path,
+    gpus: Sequence[int],
+    unwanted: threading.Event | None = None,
 ) -> Iterator[Endpoint]:
     port = free_port()
     cache.mkdir(parents=True, exist_ok=True)
     child = process.start(command(verifier, servers, spec, port), log, environment(servers, cache, gpus))
     try:
         endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", verifier.path)
-        wait_until_ready(endpoint, child, servers.startup_timeout_s)
+        wait_until_ready(endpoint, child, servers.startup_timeout_s, unwanted)
         yield endpoint
     finally:
         child.stop()
 
 
-def wait_until_ready(endpoint: Endpoint, child: process.Process | None, timeout_s: float) -> None:
-    """Returns once the server has generated a token; raises ServerError when it dies or time runs out."""
+def wait_until_ready(
+    endpoint: Endpoint, child: process.Process | None, timeout_s: float, unwanted: threading.Event | None = None
+) -> None:
+    """Returns once the server has generated a token.
+
+    Raises ServerError when it dies, when time runs out, and when `unwanted` is set meanwhile.
+    """
     deadline = time.monotonic() + timeout_s
     last = "no answer yet"
     while time.monotonic() < deadline:
+        if unwanted is not None and unwanted.is_set():
+            raise ServerError(f"{endpoint.url}: no longer wanted before it was ready")
         if child is not None and (status := child.returncode()) is not None:
             raise ServerError(
                 f"{child.log}: the server ended with status {status} before it was ready: {child.complaint()}"
