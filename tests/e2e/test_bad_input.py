@@ -19,7 +19,11 @@ CASES = {
     "no verifier": ({"verifier__path": "no/such/verifier"}, ["no/such/verifier", "verifier.path"]),
     "no prompt file": ({"prompts__sources": ["no/such/prompts.jsonl"]}, ["no/such/prompts.jsonl", "prompts.sources"]),
     "no serve environment": ({"servers__python": "no/such/python"}, ["no/such/python", "make install"]),
-    "too many GPUs": ({"servers__device": "cuda", "servers__gpus": 64}, ["64 GPUs needed"]),
+    "too many GPUs": (
+        {"servers__device": "cuda", "servers__gpus": 64, "servers__start_ahead": False},
+        ["64 GPUs needed"],
+    ),
+    "ahead on a GPU": ({"servers__device": "cuda"}, ["start_ahead", "device cpu"]),
 }
 
 
