@@ -36,7 +36,7 @@ class TransientError(SlipstreamError):
     transient = True
 
 
-TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+TRANSIENT_STATUS = frozenset({408, 409, 425, 429})  # and every 5xx
 
 
 def is_transient_status(status: int) -> bool:

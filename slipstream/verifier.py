@@ -18,7 +18,7 @@ from slipstream.config import RunConfig, VerifierConfig
 from slipstream.digest import digest
 from slipstream.errors import InputError
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+THINK_CLOSE = "</think>"
 TEXTS = frozenset({".json", ".jinja", ".py", ".txt"})  # configuration, tokenizer, template, generation defaults
 HASHED_WHOLE = 64 << 20  # larger weight files are named by size, header and a sample
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from slipstream import atomic, verifier
-from slipstream.artifact import Artifact, checksum, claim, find, stage_key
+from slipstream.artifact import Artifact, checksum, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.errors import Damaged, InputError
@@ -104,7 +104,7 @@ def run(workdir: Path, config: RunConfig, traces: Artifact, on_wait: Callable[[s
     recipe, inputs = _recipe(config), {"traces": traces.content}
     name = stage_key(STAGE, VERSION, recipe, inputs)
     with claim(workdir, STAGE, name, on_wait) as folder:
-        if (done := find(workdir, STAGE, name)) is not None:
+        if (done := folder.complete()) is not None:
             return done
         folder.reopen()
         rows = traces_stage.read(traces, ["split", "input_ids", "loss_mask"])

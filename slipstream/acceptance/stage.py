@@ -14,7 +14,7 @@ from slipstream import atomic, serving, verifier
 from slipstream.acceptance.counters import Counters
 from slipstream.acceptance.served import Measurement, measure
 from slipstream.acceptance.verdict import verdict
-from slipstream.artifact import Artifact, checksum, claim, find, stage_key
+from slipstream.artifact import Artifact, checksum, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.drafter import checkpoints
 from slipstream.drafter import stage as drafter_stage
@@ -83,7 +83,7 @@ def run(
     recipe, inputs = _recipe(config), _inputs(config, prompts, drafter)
     name = stage_key(STAGE, VERSION, recipe, inputs)
     with claim(workdir, STAGE, name, on_wait) as folder:
-        if (done := find(workdir, STAGE, name)) is not None:
+        if (done := folder.complete()) is not None:
             return done
         folder.reopen()
         asked = list(prompt_set.load(prompts, splits.HELD_OUT))[: config.acceptance.max_prompts]

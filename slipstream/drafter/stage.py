@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import atomic, process, verifier
-from slipstream.artifact import Artifact, checksum, claim, find, stage_key
+from slipstream.artifact import Artifact, checksum, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.drafter import checkpoints
@@ -72,7 +72,7 @@ def run(
     recipe, inputs = _recipe(config), _inputs(config, features, vocabulary)
     name = stage_key(STAGE, VERSION, recipe, inputs)
     with claim(workdir, STAGE, name, on_wait) as folder:
-        if (done := find(workdir, STAGE, name)) is not None:
+        if (done := folder.complete()) is not None:
             return done
         folder.reopen()
         if damage := features.verify():

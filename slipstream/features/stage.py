@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import atomic, verifier
-from slipstream.artifact import Artifact, FileRecord, claim, find, stage_key
+from slipstream.artifact import Artifact, FileRecord, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest, digest_tokens
 from slipstream.errors import StageFailed
@@ -100,7 +100,7 @@ def capture_shard(
     inputs, made = _shard_inputs(rows), recipe(config)
     name = stage_key(SHARD_STAGE, VERSION, made, inputs)
     with claim(workdir, SHARD_STAGE, name) as folder:
-        if (done := find(workdir, SHARD_STAGE, name)) is not None:
+        if (done := folder.complete()) is not None:
             return done
         folder.reopen()
         with closing(open_pool(workdir, config)) as pool:
@@ -158,7 +158,7 @@ def assemble(
     made, inputs = recipe(config), {"traces": traces.content}
     name = stage_key(STAGE, VERSION, made, inputs)
     with claim(workdir, STAGE, name, on_wait) as folder:
-        if (done := find(workdir, STAGE, name)) is not None:
+        if (done := folder.complete()) is not None:
             return done
         folder.reopen()
         with closing(open_pool(workdir, config)) as pool:

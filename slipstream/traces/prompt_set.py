@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slipstream import atomic
-from slipstream.artifact import Artifact, claim, find, stage_key
+from slipstream.artifact import Artifact, claim, stage_key
 from slipstream.config import PromptsConfig
 from slipstream.digest import digest
 from slipstream.errors import InputError, StageFailed
@@ -45,7 +45,7 @@ def run(workdir: Path, config: PromptsConfig, on_wait: Callable[[str], None] | N
     recipe = _recipe(config)
     name = stage_key(STAGE, VERSION, recipe, inputs)
     with claim(workdir, STAGE, name, on_wait) as folder:
-        if (done := find(workdir, STAGE, name)) is not None:
+        if (done := folder.complete()) is not None:
             return done
         folder.reopen()
         found, rejects, repeated = prompts.read(config.sources)

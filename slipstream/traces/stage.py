@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream import atomic, verifier
-from slipstream.artifact import Artifact, claim, find, stage_key
+from slipstream.artifact import Artifact, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.errors import StageFailed
@@ -77,7 +77,7 @@ def run(
     recipe, inputs = _recipe(config), {"prompts": prompts.parts["traced"]}
     name = stage_key(STAGE, VERSION, recipe, inputs)
     with claim(workdir, STAGE, name, on_wait) as folder:
-        if (done := find(workdir, STAGE, name)) is not None:
+        if (done := folder.complete()) is not None:
             return done
         folder.reopen()
         wanted = {s: list(prompt_set.load(prompts, s)) for s in (splits.TRAIN, splits.VALIDATION)}
