@@ -1,96 +1,222 @@
-"""One chat request to a vLLM server and what came back, as token ids.
+"""A vLLM (or other OpenAI-compatible) server as the traces and acceptance stages talk to it.
 
-Asks for `return_token_ids`, so nothing is ever re-tokenised.  Retries are owned here alone (the client's own
-are off), bounded, and only for transient failures.
+Asks for `return_token_ids`, so nothing needs re-tokenising.  One request is one attempt here; who repeats it, and
+how often, is decided in one place (`slipstream.traces.fleet`).  aiohttp instead of the OpenAI client: the client's
+2.5 ms of CPU a request would make this process, not the server, the limit above 400 requests/s.
 """
 
 from __future__ import annotations
 
-import asyncio
-import random
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
 
 from slipstream.errors import ServerError, SlipstreamError, TransientError, is_transient_status
-from slipstream.traces.prompts import Prompt
-from slipstream.traces.trace import Trace
+from slipstream.serving import Endpoint, authorization
+from slipstream.verifier import THINK_CLOSE
 
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
+OVERLOADED = frozenset({429, 503})
+UNFINISHED = frozenset({"abort", "error"})  # vLLM's finish reasons when the engine gave up on a request
+NO_SUCH_PAGE = frozenset({404, 405, 501})
+CONNECT_S, PROBE_S = 30.0, 5.0
+KEEP_ALIVE_S = 4.0  # uvicorn closes an idle connection after 5 s; a request sent into that would be lost
+
+Message = dict[str, Any]
 
 
 class Refused(SlipstreamError):
     """The server will not answer this request (a 4xx that no repetition changes)."""
 
 
-@asynccontextmanager
-async def client(url: str, timeout_s: float) -> AsyncIterator[AsyncOpenAI]:
-    """A client bound to the running event loop, closed on exit."""
-    from openai import AsyncOpenAI
-
-    async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=timeout_s) as opened:
-        yield opened
+class Unreachable(TransientError):
+    """The connection failed or broke; the server may be gone."""
 
 
-async def ask(openai: AsyncOpenAI, model: str, prompt: Prompt, sampling: dict[str, Any], attempts: int) -> Trace:
-    """The server's answer to `prompt`.
+class Overloaded(TransientError):
+    """The server asks for less (429, 503); `retry_after_s` is its wish, if it named one."""
 
-    `sampling` holds OpenAI fields (`max_tokens`, `temperature`, `top_p`, `seed`) and vLLM's (`top_k`).
-    Raises Refused on a permanent 4xx, TransientError when `attempts` ran out, ServerError when the answer
-    breaks the contract (no token ids).
+    def __init__(self, message: str, retry_after_s: float | None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One chat completion.
+
+    `prompt_ids` and `output_ids` are the server's own token ids (None when it gave none), `usage` its counts of
+    prompt and output tokens; `thinking` and `answer` its texts, None when it returned none.
     """
-    for attempt in range(1, attempts + 1):
+
+    prompt_ids: tuple[int, ...] | None
+    output_ids: tuple[int, ...] | None
+    finish_reason: str
+    thinking: str | None
+    answer: str | None
+    tool_calls: tuple[Message, ...] = ()
+    usage: tuple[int, int] | None = None
+
+
+class Server:
+    """One endpoint and the session that talks to it."""
+
+    def __init__(self, endpoint: Endpoint, session: aiohttp.ClientSession) -> None:
+        self.endpoint = endpoint
+        self._session = session
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Message], fields: Mapping[str, Any]) -> Answer:
+        """The server's next turn.
+
+        `fields` are OpenAI's and vLLM's request fields (`max_tokens`, `temperature`, `seed`, `top_k`, …).  Raises
+        Refused on a permanent 4xx; Overloaded, Unreachable or TransientError on what another attempt may not meet.
+        """
+        body = {"model": self.endpoint.model, "messages": list(messages), **fields, "return_token_ids": True}
+        if tools:
+            body["tools"] = list(tools)
+        return to_answer(await self._post(f"{self.endpoint.url}/chat/completions", body))
+
+    async def tokenize_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message],
+        template: Mapping[str, Any],
+        generation_prompt: bool = True,
+    ) -> list[int] | None:
+        """Token ids of a conversation as the server renders it; None when it has no /tokenize for that."""
+        body: dict[str, Any] = {"messages": list(messages), "add_generation_prompt": generation_prompt}
+        if tools:
+            body["tools"] = list(tools)
+        if template:
+            body["chat_template_kwargs"] = dict(template)
+        return await self._tokenize(body)
+
+    async def tokenize_text(self, text: str) -> list[int] | None:
+        """Token ids of `text` without anything added; None when the server has no /tokenize."""
+        return await self._tokenize({"prompt": text, "add_special_tokens": False})
+
+    async def _tokenize(self, body: dict[str, Any]) -> list[int] | None:
         try:
-            return await _ask_once(openai, model, prompt, sampling)
-        except TransientError:
-            if attempt == attempts:
-                raise
-            # full jitter: 0 … 1, 2, 4 … 30 s
-            await asyncio.sleep(random.uniform(0, min(30.0, 2.0 ** (attempt - 1))))
-    raise AssertionError("unreachable: attempts is at least 1")
+            answer = await self._post(
+                self.endpoint.url.removesuffix("/v1") + "/tokenize", {"model": self.endpoint.model, **body}
+            )
+        except _NoSuchPage:
+            return None
+        tokens = answer.get("tokens")
+        return [int(token) for token in tokens] if isinstance(tokens, list) else None
+
+    async def context(self) -> int | None:
+        """Tokens of prompt and answer together that the server takes; None when it does not say."""
+        try:
+            async with self._session.get(f"{self.endpoint.url}/models") as response:
+                listed = (await response.json())["data"]
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            raise ServerError(f"{self.endpoint.url}: does not list its models ({error}); check the endpoint") from error
+        limits = [entry.get("max_model_len") for entry in listed if entry.get("id") == self.endpoint.model]
+        return int(limits[0]) if limits and limits[0] else None
+
+    async def alive(self) -> bool:
+        """Whether the server answers at all."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=PROBE_S)
+            async with self._session.get(f"{self.endpoint.url}/models", timeout=timeout) as response:
+                return response.status < 500
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            async with self._session.post(url, data=_encode(body), headers=_JSON) as response:
+                data = await response.read()
+        except TimeoutError as error:  # before ClientError: aiohttp's timeouts are both
+            raise TransientError("timeout: no answer within request_timeout_s") from error
+        except aiohttp.ClientPayloadError as error:
+            raise TransientError(f"connection: broke inside the answer ({error})") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unreachable(f"connection: {type(error).__name__}") from error
+        if response.status != 200:
+            raise _failure(response, data)
+        try:
+            answer = json.loads(data)
+        except ValueError as error:
+            raise TransientError(f"malformed: the answer is not JSON ({data[:60]!r})") from error
+        if not isinstance(answer, dict):
+            raise TransientError(f"malformed: the answer is not a JSON object ({data[:60]!r})")
+        return answer
 
 
-async def _ask_once(openai: AsyncOpenAI, model: str, prompt: Prompt, sampling: dict[str, Any]) -> Trace:
-    import openai as sdk
+_JSON = {"Content-Type": "application/json"}
+_COMPACT = json.JSONEncoder(separators=(",", ":"))
 
-    fields: dict[str, Any] = {"model": model, "messages": list(prompt.messages)}
-    if prompt.tools:
-        fields["tools"] = list(prompt.tools)
-    extra = {"return_token_ids": True}
-    for name, value in sampling.items():
-        (extra if name == "top_k" else fields)[name] = value
+
+class _NoSuchPage(Refused):
+    """The address does not exist on this server."""
+
+
+def _encode(body: dict[str, Any]) -> bytes:
+    return _COMPACT.encode(body).encode("ascii")
+
+
+def _failure(response: aiohttp.ClientResponse, data: bytes) -> SlipstreamError:
+    text = data[:500].decode("utf-8", "replace")
     try:
-        answer = await openai.chat.completions.create(**fields, extra_body=extra)
-    except sdk.APIStatusError as error:
-        if is_transient_status(error.status_code):
-            raise TransientError(f"prompt {prompt.key}: HTTP {error.status_code}") from error
-        raise Refused(f"prompt {prompt.key}: HTTP {error.status_code}: {error.message}") from error
-    except (sdk.APIConnectionError, sdk.APITimeoutError) as error:
-        raise TransientError(f"prompt {prompt.key}: {type(error).__name__}") from error
-    except (sdk.APIResponseValidationError, ValueError) as error:
-        raise ServerError(f"prompt {prompt.key}: the server's answer is not a chat completion ({error})") from error
-    if not hasattr(answer, "model_dump"):
-        raise ServerError(f"prompt {prompt.key}: the server's answer is not a chat completion ({str(answer)[:80]})")
-    return to_trace(prompt.key, answer.model_dump())
+        error = json.loads(data)
+        text = str((error.get("error") or error)["message"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        pass
+    reason = f"HTTP {response.status}: {' '.join(text.split())[:300]}"
+    if response.status in OVERLOADED:
+        wish = response.headers.get("Retry-After", "")
+        return Overloaded(reason, float(wish) if wish.replace(".", "", 1).isdigit() else None)
+    if is_transient_status(response.status):
+        return TransientError(reason)
+    return _NoSuchPage(reason) if response.status in NO_SUCH_PAGE else Refused(reason)
 
 
-def to_trace(key: str, answer: dict[str, Any]) -> Trace:
-    """A chat completion (as a mapping) as a trace; raises ServerError when it carries no token ids.
+@asynccontextmanager
+async def connect(endpoints: Sequence[Endpoint], timeout_s: float) -> AsyncIterator[list[Server]]:
+    """The servers behind `endpoints`, on one session that belongs to the running event loop and is closed with it.
 
-    Reads both spellings of the thinking text: `reasoning` (new servers) and `reasoning_content` (old ones).
+    `timeout_s` bounds one request, answer included.  A key for servers that want one is taken from OPENAI_API_KEY.
     """
-    choice = (answer.get("choices") or [{}])[0]
-    prompt_ids, output_ids = answer.get("prompt_token_ids"), choice.get("token_ids")
-    if not prompt_ids or output_ids is None:
-        raise ServerError("the server returned no token ids; it must be vLLM 0.10.2 or newer (`return_token_ids`)")
-    message = choice.get("message") or {}
-    thinking = message.get("reasoning")
-    return Trace(
-        key=key,
-        prompt_ids=tuple(prompt_ids),
-        output_ids=tuple(output_ids),
-        finish_reason=str(choice.get("finish_reason")),
-        thinking=message.get("reasoning_content") if thinking is None else thinking,
-        answer=message.get("content"),
+    timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=authorization()) as session:
+        yield [Server(endpoint, session) for endpoint in endpoints]
+
+
+def to_answer(completion: Mapping[str, Any]) -> Answer:
+    """A chat completion as an answer; raises TransientError when it is none, or the engine gave up on it.
+
+    Reads both spellings of the thinking text, `reasoning` (new servers) and `reasoning_content` (old ones), and
+    splits it off the content where a server without a reasoning parser left it there.
+    """
+    try:
+        choice = completion["choices"][0]
+        message = choice["message"]
+        finish_reason = str(choice.get("finish_reason"))
+        prompt_ids, output_ids = completion.get("prompt_token_ids"), choice.get("token_ids")
+        thinking, answer = message.get("reasoning"), message.get("content")
+        if thinking is None:
+            thinking = message.get("reasoning_content")
+        tool_calls = tuple(message.get("tool_calls") or ())
+        usage = completion.get("usage") or {}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise TransientError("malformed: the answer is not a chat completion") from error
+    if finish_reason in UNFINISHED:
+        raise TransientError(f"unfinished: the server ended the answer with finish_reason {finish_reason}")
+    if thinking is None and isinstance(answer, str) and THINK_CLOSE in answer:
+        thinking, _, answer = answer.partition(THINK_CLOSE)
+    counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    return Answer(
+        prompt_ids=tuple(prompt_ids) if prompt_ids else None,
+        output_ids=None if output_ids is None else tuple(output_ids),
+        finish_reason=finish_reason,
+        thinking=thinking,
+        answer=answer,
+        tool_calls=tool_calls,
+        usage=None if counts[0] is None or counts[1] is None else (int(counts[0]), int(counts[1])),
     )

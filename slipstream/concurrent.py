@@ -1,9 +1,23 @@
-"""A few coroutines side by side, whose first error comes out as itself."""
+"""Coroutines from synchronous stages: one loop a call, and a few workers whose first error comes out as itself."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """Runs `main` on an event loop of its own and returns what it returns, also when the caller runs inside one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main)
+    with ThreadPoolExecutor(1) as aside:
+        return aside.submit(asyncio.run, main).result()
 
 
 async def run_workers(work: Callable[[], Awaitable[None]], count: int) -> None:

@@ -34,17 +34,34 @@ class Stage(BaseModel):
         return self.model_dump(mode="json", exclude=set(self.RUNTIME))
 
 
+class Source(Stage):
+    """One place that prompts come from."""
+
+    RUNTIME = frozenset({"path"})  # the bytes count, not where they lie
+
+    path: str = Field(
+        min_length=1,
+        description="Prompt file (.jsonl, .parquet), folder of a saved data set, or a data set's name on the "
+        "Hugging Face Hub (org/name).",
+    )
+    weight: float | None = Field(
+        default=None, gt=0, description="Share of this source in the mixture, relative to the others'; all or none."
+    )
+    domain: str | None = Field(default=None, description="Domain of the rows that name none themselves.")
+    split: str | None = Field(default=None, description="Split of a data set, e.g. train.")
+    subset: str | None = Field(default=None, description="Configuration of a data set on the Hub.")
+    revision: str | None = Field(default=None, description="Pinned revision of a data set on the Hub.")
+
+
 class PromptsConfig(Stage):
     """Where prompts come from and how they are split: by a hash of each prompt's key, never by position."""
 
     RUNTIME = frozenset({"expected_prompts"})
 
-    sources: list[str] = Field(
-        min_length=1, description="Prompt files (.jsonl, .parquet) or folders of a Hugging Face data set on disk."
-    )
-    held_out_sources: list[str] = Field(
+    sources: list[Source] = Field(min_length=1, description="Where prompts come from; weights make a mixture.")
+    held_out_sources: list[Source] = Field(
         default=[],
-        description="Prompt files that only acceptance reads; what also stands in `sources` is not trained on.",
+        description="Prompts that only acceptance reads; what also stands in `sources` is not trained on.",
     )
     limit: int | None = Field(
         default=None, ge=3, description="Use at most so many prompts of `sources` (the first in key order)."
@@ -64,7 +81,12 @@ class PromptsConfig(Stage):
     )
 
     @model_validator(mode="after")
-    def _someone_is_held_out(self) -> Self:
+    def _consistent(self) -> Self:
+        weighted = [source.weight is not None for source in self.sources]
+        if any(weighted) and not all(weighted):
+            raise ValueError("give every one of sources a weight, or none")
+        if any(source.weight is not None for source in self.held_out_sources):
+            raise ValueError("held_out_sources are read whole: weights belong to sources")
         if self.held_out_ratio == 0 and not self.held_out_sources:
             raise ValueError("set held_out_ratio above 0 or name held_out_sources: acceptance needs unseen prompts")
         return self
@@ -81,6 +103,9 @@ class VerifierConfig(Stage):
     dtype: Dtype = Field(default="bfloat16", description="Type in which servers compute and write hidden states.")
     max_model_len: int = Field(default=4096, ge=16, description="Longest prompt plus answer served, in tokens.")
     reasoning_parser: str | None = Field(default="kimi_k2", description="vLLM's --reasoning-parser; null for none.")
+    tool_call_parser: str | None = Field(
+        default=None, description="vLLM's --tool-call-parser; without one, no tool call is followed by its result."
+    )
     trust_remote_code: bool = Field(default=False, description="Run Python code that ships with the verifier.")
     revision: str | None = Field(default=None, description="Pinned revision; required with trust_remote_code.")
 
@@ -145,29 +170,79 @@ class ServersConfig(Stage):
         return self.gpus // self.tensor_parallel
 
 
+class Sampling(Stage):
+    """One way of asking.  Every prompt draws one by weight, from a hash of its key."""
+
+    weight: float = Field(default=1.0, gt=0, description="Share of the prompts that are asked this way.")
+    temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
+    top_k: int = Field(default=0, ge=0, description="Top-k sampling; 0 is off.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="vLLM's reasoning_effort; null leaves it to the chat template."
+    )
+    thinking: bool = Field(
+        default=True, description="False asks the chat template for an answer without thinking, and wants none."
+    )
+
+
 class TracesConfig(Stage):
     """The verifier's own answers to the training and validation prompts."""
 
     RUNTIME = frozenset(
-        {"concurrency", "request_timeout_s", "max_attempts", "max_rejected_share", "expected_tokens_per_trace"}
+        {
+            "concurrency",
+            "request_timeout_s",
+            "max_attempts",
+            "endpoint_patience_s",
+            "max_rejected_share",
+            "max_truncated_share",
+            "max_mismatch_share",
+            "expected_tokens_per_trace",
+        }
     )
 
     max_tokens: int = Field(default=2048, ge=1, description="Longest answer, thinking included, in tokens.")
-    temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling; 1 is off.")
-    top_k: int = Field(default=0, ge=0, description="Top-k sampling; 0 is off.")
+    sampling: list[Sampling] = Field(
+        default=[Sampling()], min_length=1, description="How to ask: one entry, or several with weights."
+    )
     seed: int = Field(default=0, ge=0, description="Every request's seed is derived from this and the prompt's key.")
     reasoning: bool = Field(default=True, description="A trace without a thinking part is rejected.")
     keep_truncated: bool = Field(
         default=True, description="Keep traces cut by max_tokens (as they are, unclosed) instead of rejecting them."
     )
-    concurrency: int = Field(default=32, ge=1, description="Requests in flight.")
+    min_supervised_share: float = Field(
+        default=0.0001, ge=0, le=1, description="A row whose generated share of all tokens is smaller is rejected."
+    )
+    max_supervised_share: float = Field(
+        default=0.9999, ge=0, le=1, description="A row whose generated share of all tokens is larger is rejected."
+    )
+    concurrency: int = Field(
+        default=32, ge=1, description="Most requests in flight; the number in use follows the servers' throughput."
+    )
     request_timeout_s: float = Field(default=1800, gt=0, description="Seconds for one answer.")
     max_attempts: int = Field(default=5, ge=1, description="Attempts per request on transient failures.")
+    endpoint_patience_s: float = Field(
+        default=120, gt=0, description="Seconds that all servers may be away before the stage fails."
+    )
     max_rejected_share: float = Field(default=0.05, ge=0, lt=1, description="The stage fails above this share.")
+    max_truncated_share: float = Field(
+        default=0.5, ge=0, le=1, description="The stage fails when a larger share of answers was cut by max_tokens."
+    )
+    max_mismatch_share: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Where a server returns no token ids: the share of rebuilt rows that may disagree with its counts.",
+    )
     expected_tokens_per_trace: int = Field(
         default=1024, ge=1, description="Prompt and answer, in tokens; what `slipstream plan` counts with."
     )
+
+    @model_validator(mode="after")
+    def _shares_in_order(self) -> Self:
+        if self.min_supervised_share > self.max_supervised_share:
+            raise ValueError("min_supervised_share must not be larger than max_supervised_share")
+        return self
 
 
 class FeaturesConfig(Stage):

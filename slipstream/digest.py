@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 
 def canonical_json(value: Any) -> bytes:
     """`value` as JSON bytes with sorted keys and no white space; raises ValueError on NaN or infinity."""
@@ -21,7 +23,4 @@ def digest(value: Any) -> str:
 
 def digest_tokens(token_ids: Iterable[int]) -> str:
     """32 hex digits that name a sequence of token ids (each below 2**32)."""
-    hasher = hashlib.sha256()
-    for token in token_ids:
-        hasher.update(int(token).to_bytes(4, "little"))
-    return hasher.hexdigest()[:32]
+    return hashlib.sha256(np.fromiter(token_ids, dtype="<u4").tobytes()).hexdigest()[:32]

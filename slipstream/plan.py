@@ -13,7 +13,9 @@ from typing import Any
 from slipstream import verifier
 from slipstream.config import BYTES, RunConfig
 from slipstream.errors import InputError
-from slipstream.traces import prompts
+from slipstream.traces.gathered import gathering
+from slipstream.traces.mixture import mixture
+from slipstream.traces.sources import on_hub
 
 RESERVE = 0.05  # share of the disk that a run leaves free
 
@@ -39,15 +41,16 @@ def _shape(config: RunConfig) -> tuple[verifier.Shape, str]:
 
 
 def _prompts(config: RunConfig) -> int:
-    if all(Path(source).exists() for source in config.prompts.sources):
-        found, _, _ = prompts.read(config.prompts.sources)
-        count = len(found)
-    elif config.prompts.expected_prompts:
-        count = config.prompts.expected_prompts
-    else:
-        missing = next(source for source in config.prompts.sources if not Path(source).exists())
-        raise InputError(f"{missing}: no such prompt file; without it set prompts.expected_prompts to plan")
-    return min(count, config.prompts.limit or count)
+    wanted = config.prompts
+    absent = [source for source in wanted.sources if not Path(source.path).exists()]
+    if absent and wanted.expected_prompts:  # a data set on the Hub as well: planning downloads nothing
+        return min(wanted.expected_prompts, wanted.limit or wanted.expected_prompts)
+    if missing := [source.path for source in absent if not on_hub(source)]:
+        raise InputError(f"{missing[0]}: no such prompt file; without it set prompts.expected_prompts to plan")
+    with gathering(None, wanted.split_seed) as gathered:
+        tallies = gathered.read(wanted.sources, False, lambda reject: None, keep=False)
+    weights = [source.weight for source in wanted.sources]
+    return sum(mixture([tally.new for tally in tallies], weights, wanted.limit))
 
 
 def _drafter_parameters(config: RunConfig, shape: verifier.Shape) -> dict[str, int]:

@@ -104,6 +104,8 @@ def command(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec, 
     line += ["--language-model-only", "--disable-uvicorn-access-log"]
     if verifier.reasoning_parser:
         line += ["--reasoning-parser", verifier.reasoning_parser]
+    if verifier.tool_call_parser:
+        line += ["--enable-auto-tool-choice", "--tool-call-parser", verifier.tool_call_parser]
     if verifier.trust_remote_code:
         line += ["--trust-remote-code", "--revision", str(verifier.revision)]
     if servers.device == "cpu":
@@ -137,6 +139,12 @@ def cache_folder(servers: ServersConfig, workdir: Path) -> Path:
     if (environment / "pyvenv.cfg").exists() and os.access(environment, os.W_OK):
         return environment / "cache" / "vllm"
     return workdir / "cache" / "vllm"
+
+
+def authorization() -> dict[str, str]:
+    """The header for servers that want a key, taken from OPENAI_API_KEY; empty without one."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def free_port() -> int:
@@ -224,6 +232,7 @@ def wait_until_ready(
         try:
             answer = httpx.post(
                 f"{endpoint.url}/completions",
+                headers=authorization(),
                 json={"model": endpoint.model, "prompt": [1], "max_tokens": 1, "temperature": 0},
                 timeout=min(30.0, timeout_s),
             )
@@ -238,15 +247,42 @@ def wait_until_ready(
 
 
 def connect(url: str, timeout_s: float = 60) -> Endpoint:
-    """An endpoint that the user named: asks it for its model and for one token."""
+    """An endpoint that the user named: asks it for its model and for one token.
+
+    A key for servers that want one is taken from OPENAI_API_KEY.  Raises ServerError when it does not answer.
+    """
+    from openai import OpenAI, OpenAIError
+
     url = url.rstrip("/")
+    key = os.environ.get("OPENAI_API_KEY", "none")
     try:
-        model = httpx.get(f"{url}/models", timeout=timeout_s).raise_for_status().json()["data"][0]["id"]
-    except (httpx.HTTPError, LookupError, ValueError) as error:
+        with OpenAI(base_url=url, api_key=key, max_retries=0, timeout=timeout_s) as client:
+            model = next(iter(client.models.list())).id
+    except (OpenAIError, StopIteration, TypeError, ValueError) as error:
         raise ServerError(f"{url}: no OpenAI-compatible server answers there ({error}); check the endpoint") from error
     endpoint = Endpoint(url, str(model))
     wait_until_ready(endpoint, None, timeout_s)
     return endpoint
+
+
+def connect_any(urls: Sequence[str], timeout_s: float = 60) -> list[Endpoint]:
+    """Every endpoint that the user named; those that are away now are taken to serve the same model when they come.
+
+    Raises ServerError when none answers.
+    """
+    found: dict[str, Endpoint | ServerError] = {}
+    for url in urls:
+        try:
+            found[url] = connect(url, timeout_s)
+        except ServerError as error:
+            found[url] = error
+    alive = [endpoint for endpoint in found.values() if isinstance(endpoint, Endpoint)]
+    if not alive:
+        raise next(error for error in found.values() if isinstance(error, ServerError))
+    return [
+        there if isinstance(there, Endpoint) else Endpoint(url.rstrip("/"), alive[0].model)
+        for url, there in found.items()
+    ]
 
 
 @contextmanager

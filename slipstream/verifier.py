@@ -18,7 +18,7 @@ from slipstream.config import RunConfig, VerifierConfig
 from slipstream.digest import digest
 from slipstream.errors import InputError
 
-THINK_CLOSE = "</think>"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 TEXTS = frozenset({".json", ".jinja", ".py", ".txt"})  # configuration, tokenizer, template, generation defaults
 HASHED_WHOLE = 64 << 20  # larger weight files are named by size, header and a sample
 
@@ -114,11 +114,10 @@ def special_tokens(folder: Path) -> dict[str, int]:
     if not sources:
         raise InputError(f"{folder}: neither tokenizer.json nor tokenizer_config.json, so no tokenizer to read")
     for where, tokens in sources:
-        for text, token in tokens.items():
-            if found.setdefault(text, token) != token:
-                raise InputError(
-                    f"{where}: token {text} has id {token} here and {found[text]} in the other tokenizer file"
-                )
+        wrong = [text for text, token in tokens.items() if found.setdefault(text, token) != token]
+        if wrong:
+            listed = ", ".join(f"{text} has id {tokens[text]} here and {found[text]}" for text in wrong)
+            raise InputError(f"{where}: {listed} in the other tokenizer file; restore the published files")
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 

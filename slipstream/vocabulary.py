@@ -21,7 +21,7 @@ from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.errors import Damaged, InputError
 from slipstream.traces import splits
-from slipstream.traces import stage as traces_stage
+from slipstream.traces import table as traces_table
 
 STAGE, VERSION = "vocabulary", 1
 
@@ -107,7 +107,7 @@ def run(workdir: Path, config: RunConfig, traces: Artifact, on_wait: Callable[[s
         if (done := folder.complete()) is not None:
             return done
         folder.reopen()
-        rows = traces_stage.read(traces, ["split", "input_ids", "loss_mask"])
+        rows = traces_table.read(traces, ["split", "input_ids", "loss_mask"])
         counts = supervised_counts(rows, recipe["target_size"])
         selected = choose(counts[splits.TRAIN], recipe["size"], recipe["forced"])
         t2d, d2t = mappings(selected, recipe["target_size"])

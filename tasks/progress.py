@@ -17,7 +17,7 @@ from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.logging import get_run_logger
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from slipstream.progress import Progress, Report
@@ -26,10 +26,47 @@ EVERY_S = 2.0
 LOG_EVERY_S = 20.0
 
 
-def describe(progress: Progress) -> str:
-    """One line: `120 of 400 prompts, tokens/s 820, failed 0`."""
+def describe(progress: Progress, left_s: float | None = None) -> str:
+    """One line: `120 of 400 prompts, tokens/s 820, failed 0, ETA 12 min`."""
     figures = "".join(f", {name} {value}" for name, value in progress.figures.items())
-    return f"{progress.done} of {progress.total} {progress.unit}{figures}"
+    eta = "" if left_s is None else f", ETA {duration(left_s)}"
+    return f"{progress.done} of {progress.total} {progress.unit}{figures}{eta}"
+
+
+def duration(seconds: float) -> str:
+    """`40 s`, `12 min`, `2 h 05 min`."""
+    if round(seconds) < 60:
+        return f"{max(1, round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class Pace:
+    """Time left, by what was done since the first report: a resumed stage finds much done, and that cost no time."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None  # when, how many were done
+        self._last: tuple[float, int] | None = None  # when that number last grew
+
+    def see(self, done: int, now: float) -> None:
+        """A report at `now`, in seconds of any clock."""
+        if self._first is None or self._last is None or done < self._last[1]:
+            self._first = self._last = (now, done)
+        elif done > self._last[1]:
+            self._last = (now, done)
+
+    def left_s(self, total: int, now: float) -> float | None:
+        """Seconds until `total` are done, None while unknown and at the end.
+
+        The unit in work counts as far as time has passed since the last one, so that epochs of an hour count down.
+        """
+        if self._first is None or self._last is None:
+            return None
+        (began, known), (ended, done) = self._first, self._last
+        if done == known or done >= total:
+            return None
+        each = (ended - began) / (done - known)
+        return (total - done) * each - min(now - ended, each)
 
 
 class _Reporter:
@@ -37,6 +74,7 @@ class _Reporter:
         self._key, self._title = key, title
         self._newest: Progress | None = None
         self._shown: Progress | None = None
+        self._pace = Pace()
         self._artifact: UUID | None = None
         self._logged = 0.0
         self._done = threading.Event()
@@ -45,6 +83,7 @@ class _Reporter:
 
     def report(self, progress: Progress) -> None:
         self._newest = progress
+        self._pace.see(progress.done, time.monotonic())
 
     def loop(self) -> None:
         while not self._done.wait(EVERY_S):
@@ -59,20 +98,21 @@ class _Reporter:
             return
         self._shown = progress
         share = 100.0 * progress.done / max(progress.total, 1)
-        text = f"{self._title}: {describe(progress)}"
+        line = describe(progress, self._pace.left_s(progress.total, time.monotonic()))
+        text = f"{self._title}: {line}"
         if self._artifact is None:
             self._artifact = cast(UUID, create_progress_artifact(share, key=self._key, description=text))
         else:
             update_progress_artifact(self._artifact, share, description=text)
         if self._bar is not None and self._row is not None:
-            self._bar.update(self._row, total=progress.total, completed=progress.done, text=describe(progress))
+            self._bar.update(self._row, total=progress.total, completed=progress.done, text=line)
         elif time.monotonic() - self._logged > LOG_EVERY_S:
             self._logged = time.monotonic()
             get_run_logger().info(text)
 
 
 def _bar() -> Bar:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Bar(*columns, TextColumn("{task.fields[text]}"), transient=True)
     bar.start()
     return bar

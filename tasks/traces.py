@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prefect import task
+from prefect.artifacts import create_markdown_artifact
 
 from slipstream import serving
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
 from slipstream.features import servers
+from slipstream.traces import report as page
 from slipstream.traces import stage
 from tasks.progress import reporting
 from tasks.stage import options, show, wait_logger
@@ -20,7 +22,7 @@ from tasks.stage import options, show, wait_logger
 @contextmanager
 def _servers(config: RunConfig, logs: Path) -> Iterator[Sequence[serving.Endpoint]]:
     if config.servers.traces_endpoints:
-        yield [serving.connect(url) for url in config.servers.traces_endpoints]
+        yield serving.connect_any(config.servers.traces_endpoints)
         return
     servers.start_ahead(config.root, config)  # new traces will want states
     specs = [serving.generation_server()] * config.servers.replicas
@@ -34,4 +36,5 @@ def generate_traces(config: RunConfig, prompts: Artifact) -> Artifact:
     """Token-exact traces; only prompts that the pool does not know are asked."""
     with reporting("traces-progress", "Traces") as report:
         artifact = stage.run(config.root, config, prompts, lambda logs: _servers(config, logs), report, wait_logger())
+    create_markdown_artifact(page.markdown(artifact.folder), key="traces-report", description="Traces")
     return show(artifact, "traces", "Traces")

@@ -90,7 +90,7 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("smoke")
     prompts = folder / "prompts.jsonl"
     prompts.write_bytes((ROOT / "deployments/prompts/smoke.jsonl").read_bytes())
-    return run(variant("smoke", folder / "smoke.yaml", prompts__sources=[str(prompts)]), folder / "work")
+    return run(variant("smoke", folder / "smoke.yaml", prompts__sources=[{"path": str(prompts)}]), folder / "work")
 
 
 @pytest.fixture(scope="session")

@@ -2,61 +2,39 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-INK, TRAINED, FLOOR = "#20303c", "#1f77b4", "#b0b7bd"
-
-
-def _png(figure: Any) -> bytes:
-    from matplotlib import pyplot as plt
-
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=80, bbox_inches="tight")
-    plt.close(figure)
-    return buffer.getvalue()
-
-
-def _axes(width: float, height: float) -> tuple[Any, Any]:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(width, height))
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    return figure, axes
+from slipstream.plots import INK, MAIN, PALE, canvas, png
 
 
 def acceptance(figures: Mapping[str, Any]) -> bytes:
     """Bars: the share of drafts accepted at each position, beside the untrained drafter's when measured."""
-    figure, axes = _axes(5, 2.8)
+    figure, axes = canvas(5, 2.8)
     rates: Sequence[float] = figures["acceptance_per_position"]
     positions = list(range(1, len(rates) + 1))
-    axes.bar(positions, rates, width=0.5, color=TRAINED, label="trained")
+    axes.bar(positions, rates, width=0.5, color=MAIN, label="trained")
     for position, rate in zip(positions, rates, strict=True):
         axes.text(position, rate + 0.02, f"{rate:.2f}", ha="center", color=INK, fontsize=9)
     floor = (figures.get("untrained") or {}).get("acceptance_per_position")
     if floor:
-        axes.bar(range(1, len(floor) + 1), floor, width=0.5, color=FLOOR, label="untrained")
+        axes.bar(range(1, len(floor) + 1), floor, width=0.5, color=PALE, label="untrained")
         axes.legend(frameon=False, fontsize=8)
     axes.set(xlabel="draft position", ylabel="accepted", ylim=(0, 1.08), xticks=positions)
     axes.set_title("Acceptance on held-out prompts", fontsize=10, color=INK)
-    return _png(figure)
+    return png(figure)
 
 
 def speed(figures: Mapping[str, Any]) -> bytes:
     """Bars: tokens a second without and with the drafter."""
-    figure, axes = _axes(5, 1.8)
+    figure, axes = canvas(5, 1.8)
     speeds = {name: figures["tokens_per_second"][name] for name in ("speculative", "baseline")}
-    axes.barh(list(speeds), list(speeds.values()), color=[TRAINED, FLOOR], height=0.5)
+    axes.barh(list(speeds), list(speeds.values()), color=[MAIN, PALE], height=0.5)
     for row, value in enumerate(speeds.values()):
         axes.text(value, row, f" {value:,.0f}", va="center", color=INK, fontsize=9)
     axes.set_xlim(0, max(speeds.values()) * 1.15)
     axes.set_title(f"Output tokens a second ({figures['speed_up']:.2f}x)", fontsize=10, color=INK)
-    return _png(figure)
+    return png(figure)
 
 
 def training(rows: Iterable[Mapping[str, Any]]) -> bytes | None:
@@ -65,9 +43,9 @@ def training(rows: Iterable[Mapping[str, Any]]) -> bytes | None:
     train = {row["global_step"]: row["train"] for row in rows if "train" in row}
     if not train:
         return None
-    figure, axes = _axes(7, 2.8)
+    figure, axes = canvas(7, 2.8)
     steps = sorted(train)
-    axes.plot(steps, [train[step]["loss"] for step in steps], color=TRAINED, lw=1, label="training loss")
+    axes.plot(steps, [train[step]["loss"] for step in steps], color=MAIN, lw=1, label="training loss")
     ends, losses = [], []
     last = steps[0]
     for row in rows:
@@ -87,13 +65,4 @@ def training(rows: Iterable[Mapping[str, Any]]) -> bytes | None:
     handles = [*axes.get_legend_handles_labels()[0], *accuracy.get_legend_handles_labels()[0]]
     axes.legend(handles=handles, frameon=False, fontsize=8, loc="center right")
     axes.set_title("Training", fontsize=10, color=INK)
-    return _png(figure)
-
-
-def lengths(tokens: Sequence[int]) -> bytes:
-    """Histogram: tokens a trace, prompt and answer."""
-    figure, axes = _axes(5, 2.2)
-    axes.hist(tokens, bins=min(40, max(5, len(set(tokens)))), color=TRAINED)
-    axes.set(xlabel="tokens a trace", ylabel="traces")
-    axes.set_title("Trace lengths", fontsize=10, color=INK)
-    return _png(figure)
+    return png(figure)

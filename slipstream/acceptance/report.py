@@ -10,7 +10,6 @@ import base64
 import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from slipstream.acceptance import stage as acceptance_stage
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
 from slipstream.drafter import stage as drafter_stage
-from slipstream.traces import stage as traces_stage
+from slipstream.traces import report as traces_report
 
 HEADLINE = (
     "acceptance_rate",
@@ -95,8 +94,10 @@ def write(config: RunConfig, started: datetime, stages: Mapping[str, Artifact], 
         point(folder / name, artifact.folder)
     report = collect(config, started, stages, shards)
     atomic.write_json(folder / "report.json", report)
-    pictures = _pictures(report, stages)
-    atomic.write_bytes(folder / "report.html", _html(report, pictures).encode())
+    traces = traces_report.view(stages["traces"].folder)
+    pictures = _pictures(report, stages, traces)
+    page = traces_report.render("acceptance/report.html", report=report, pictures=pictures, traces=traces)
+    atomic.write_bytes(folder / "report.html", page.encode())
     atomic.write_bytes(folder / "report.md", _markdown(report, pictures).encode())
     point(config.root / "runs" / "latest", folder)
     return folder
@@ -110,34 +111,16 @@ def point(link: Path, target: Path) -> None:
     os.replace(temporary, link)
 
 
-def _pictures(report: Mapping[str, Any], stages: Mapping[str, Artifact]) -> dict[str, str]:
-    tokens = [len(row["input_ids"]) for row in traces_stage.read(stages["traces"], ["input_ids"])]
-    pictures = {
+def _pictures(report: Mapping[str, Any], stages: Mapping[str, Artifact], traces: traces_report.View) -> dict[str, str]:
+    drawn = {
         "Acceptance by draft position": plots.acceptance(report["acceptance"]),
         "Speed": plots.speed(report["acceptance"]),
         "Training": plots.training(drafter_stage.read_metrics(stages["drafter"].folder)),
-        "Trace lengths": plots.lengths(tokens),
     }
-    return {name: base64.b64encode(png).decode() for name, png in pictures.items() if png}
-
-
-def _samples(stages: Mapping[str, Any], count: int = 3) -> list[dict[str, str]]:
-    from itertools import islice
-
-    path = Path(stages["traces"]["path"])
-    artifact = Artifact(path=str(path), stage="traces", key="", content="")
-    rows = islice(traces_stage.read(artifact, ["kind", "thinking", "answer"]), count)
-    return [{name: str(value or "") for name, value in row.items()} for row in rows]
-
-
-def _html(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
-    from jinja2 import Environment
-
-    template = (resources.files("slipstream") / "acceptance" / "report.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(template).render(
-        report=report, pictures=pictures, samples=_samples(report["stages"])
-    )
+    pictures = {name: base64.b64encode(png).decode() for name, png in drawn.items() if png}
+    if lengths := traces.pictures.get("Trace lengths"):
+        pictures["Trace lengths"] = lengths
+    return pictures
 
 
 def headline(report: Mapping[str, Any]) -> list[tuple[str, str]]:

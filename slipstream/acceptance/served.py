@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,11 @@ import httpx
 
 from slipstream import chat
 from slipstream.acceptance.counters import Counters, parse
-from slipstream.concurrent import run_workers
+from slipstream.concurrent import run_async, run_workers
 from slipstream.config import AcceptanceConfig
-from slipstream.errors import ServerError
+from slipstream.errors import ServerError, SlipstreamError, TransientError
 from slipstream.serving import Endpoint
+from slipstream.traces.conversation import next_messages, tool_fields
 from slipstream.traces.prompts import Prompt
 from slipstream.traces.trace import Trace
 
@@ -23,23 +23,30 @@ WARM_UP = 2  # prompts answered before the clock starts
 
 @dataclass(frozen=True)
 class Measurement:
-    """One pass over the prompts: traces in prompt order, seconds on the wall, counters of exactly this pass."""
+    """One pass over the prompts: each one's turns in prompt order, seconds on the wall, counters of exactly this."""
 
-    traces: list[Trace]
+    conversations: list[list[Trace]]
     seconds: float
     counters: Counters
 
     @property
     def output_tokens(self) -> int:
         """Tokens generated."""
-        return sum(len(trace.output_ids) for trace in self.traces)
+        return sum(len(trace.output_ids) for turns in self.conversations for trace in turns)
 
 
 def measure(
-    endpoint: Endpoint, prompts: Sequence[Prompt], config: AcceptanceConfig, on_answer: Callable[[], None]
+    endpoint: Endpoint,
+    prompts: Sequence[Prompt],
+    config: AcceptanceConfig,
+    on_answer: Callable[[], None],
+    tool_calls: bool = False,
 ) -> Measurement:
-    """Asks for every prompt, greedily, `concurrency` at a time."""
-    return asyncio.run(_measure(endpoint, prompts, config, on_answer))
+    """Has every prompt's conversation, greedily, `concurrency` at a time; `tool_calls`: the server parses them.
+
+    Raises what the first failing request raised: nothing may be missing from a measurement.
+    """
+    return run_async(_measure(endpoint, prompts, config, on_answer, tool_calls))
 
 
 async def _counters(endpoint: Endpoint) -> Counters:
@@ -51,23 +58,41 @@ async def _counters(endpoint: Endpoint) -> Counters:
 
 
 async def _measure(
-    endpoint: Endpoint, prompts: Sequence[Prompt], config: AcceptanceConfig, on_answer: Callable[[], None]
+    endpoint: Endpoint,
+    prompts: Sequence[Prompt],
+    config: AcceptanceConfig,
+    on_answer: Callable[[], None],
+    tool_calls: bool = False,
 ) -> Measurement:
-    sampling = {"max_tokens": config.max_tokens, "temperature": 0.0}
-    answers: dict[str, Trace] = {}
-    async with chat.client(endpoint.url, config.request_timeout_s) as openai:
+    answers: dict[str, list[Trace]] = {}
+    async with chat.connect([endpoint], config.request_timeout_s) as (server,):
         for prompt in prompts[:WARM_UP]:
-            await chat.ask(openai, endpoint.model, prompt, sampling, attempts=1)
+            await _converse(server, prompt, config, tool_calls)
         before = await _counters(endpoint)
         started = time.monotonic()
         queue = iter(prompts)
 
         async def work() -> None:
             for prompt in queue:
-                answers[prompt.key] = await chat.ask(openai, endpoint.model, prompt, sampling, attempts=1)
+                answers[prompt.key] = await _converse(server, prompt, config, tool_calls)
                 on_answer()
 
         await run_workers(work, min(config.concurrency, len(prompts)))
         seconds = time.monotonic() - started
         after = await _counters(endpoint)
     return Measurement([answers[prompt.key] for prompt in prompts], seconds, after.since(before))
+
+
+async def _converse(server: chat.Server, prompt: Prompt, config: AcceptanceConfig, tool_calls: bool) -> list[Trace]:
+    fields = {"max_tokens": config.max_tokens, "temperature": 0.0, **tool_fields(prompt, tool_calls)}
+    turns: list[Trace] = []
+    while (messages := next_messages(prompt, turns)) is not None:
+        try:
+            answer = await server.chat(messages, prompt.tools, fields)
+        except SlipstreamError as error:
+            kind = TransientError if error.transient else ServerError
+            raise kind(f"prompt {prompt.key}: {error}") from error
+        if answer.prompt_ids is None or answer.output_ids is None:
+            raise ServerError(f"{server.endpoint.url}: returned no token ids; it must be vLLM 0.10.2 or newer")
+        turns.append(Trace.of(answer, prompt.key, len(turns), fields, answer.prompt_ids, answer.output_ids))
+    return turns

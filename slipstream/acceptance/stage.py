@@ -1,7 +1,7 @@
 """The acceptance stage: servers with and without the drafter, measured in turn on the held-out prompts.
 
-`acceptance.json` holds the figures, `outputs.parquet` every output of every server (key, kind, variant,
-token ids), so that a difference can be looked at.
+`acceptance.json` holds the figures, `outputs.parquet` every output of every server (key, kind, turn,
+variant, token ids), so that a difference can be looked at.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.progress import Progress, Report
 from slipstream.traces import prompt_set, splits
 from slipstream.traces.prompts import Prompt
 
-STAGE, VERSION = "acceptance", 1
+STAGE, VERSION = "acceptance", 2
 BASELINE, SPECULATIVE, UNTRAINED = "baseline", "speculative", "untrained"
 FIGURES = "acceptance.json"
 
@@ -105,7 +105,10 @@ def run(
             with serving.replicas(config.verifier, config.servers, specs, logs, cache) as endpoints:
                 for _ in range(config.acceptance.rounds):
                     for variant, endpoint in zip(group, endpoints, strict=True):
-                        measured.setdefault(variant, []).append(measure(endpoint, asked, config.acceptance, answered))
+                        parsed = config.verifier.tool_call_parser is not None
+                        measured.setdefault(variant, []).append(
+                            measure(endpoint, asked, config.acceptance, answered, parsed)
+                        )
         figures = summarize(measured, config.verifier.dtype, config.acceptance.draft_tokens)
         atomic.write_json(folder.path / FIGURES, figures)
         _write_outputs(folder.path / "outputs.parquet", asked, measured)
@@ -143,15 +146,17 @@ def summarize(measured: dict[str, list[Measurement]], dtype: str, draft_tokens: 
     """The figures of `acceptance.json` from the measurements by variant (rounds in order)."""
     counters = _total(measured[SPECULATIVE])
     speeds = {variant: _speed(rounds) for variant, rounds in measured.items()}
-    reference = [trace.output_ids for trace in measured[BASELINE][0].traces]
-    passes = [[trace.output_ids for trace in m.traces] for m in (*measured[BASELINE], *measured[SPECULATIVE])]
+    passes = [
+        [[trace.output_ids for trace in turns] for turns in m.conversations]
+        for m in (*measured[BASELINE], *measured[SPECULATIVE])
+    ]
     by_prompt = zip(*passes, strict=True)
     different = sum(any(output != outputs[0] for output in outputs) for outputs in by_prompt)
     figures: dict[str, Any] = {
         "dtype": dtype,
         "draft_tokens": draft_tokens,
-        "prompts": len(reference),
-        "output_tokens": sum(map(len, reference)),
+        "prompts": len(passes[0]),
+        "output_tokens": measured[BASELINE][0].output_tokens,
         "acceptance_rate": counters.acceptance_rate,
         "mean_accepted_length": counters.mean_accepted_length,
         "acceptance_per_position": counters.rate_per_position,
@@ -183,13 +188,15 @@ def _write_outputs(path: Path, prompts: Sequence[Prompt], measured: dict[str, li
         {
             "key": prompt.key,
             "kind": prompt.kind,
+            "turn": trace.turn,
             "variant": variant,
             "finish_reason": trace.finish_reason,
             "output_ids": list(trace.output_ids),
             "answer": trace.answer,
         }
         for variant, rounds in measured.items()
-        for prompt, trace in zip(prompts, rounds[0].traces, strict=True)
+        for prompt, turns in zip(prompts, rounds[0].conversations, strict=True)
+        for trace in turns
     ]
     with atomic.replacing(path) as temporary:
         pq.write_table(pa.Table.from_pylist(rows), temporary, compression="zstd")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from slipstream.concurrent import run_workers
+from slipstream.concurrent import run_async, run_workers
 from slipstream.config import FeaturesConfig
 from slipstream.errors import ServerError, TransientError, is_transient_status
 from slipstream.features.pool import FeaturePool
@@ -45,7 +45,7 @@ def capture(
 
     `storage` is the folder into which the server writes; a path it returns is used only inside it.
     """
-    return asyncio.run(_capture(rows, endpoint, storage.resolve(), pool, config, report))
+    return run_async(_capture(rows, endpoint, storage.resolve(), pool, config, report))
 
 
 async def _capture(

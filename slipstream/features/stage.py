@@ -33,7 +33,7 @@ from slipstream.features.shards import Shard, split_rows
 from slipstream.progress import Report
 from slipstream.serving import Endpoint
 from slipstream.traces import splits
-from slipstream.traces import stage as traces_stage
+from slipstream.traces import table as traces_table
 
 STAGE, SHARD_STAGE, VERSION = "features", "feature-shards", 1
 CONVENTION = "id k is the residual stream before layer k; the last id is the final state, before the final norm"
@@ -71,12 +71,12 @@ def open_pool(workdir: Path, config: RunConfig) -> FeaturePool:
 
 def plan(config: RunConfig, traces: Artifact) -> list[Shard]:
     """The row ranges to capture."""
-    lengths = [len(row["input_ids"]) for row in traces_stage.read(traces, ["input_ids"])]
+    lengths = [len(row["input_ids"]) for row in traces_table.read(traces, ["input_ids"])]
     return split_rows(lengths, config.features.shards)
 
 
 def _rows(traces: Artifact, shard: Shard) -> list[tuple[int, list[int]]]:
-    rows = enumerate(traces_stage.read(traces, ["input_ids"]))
+    rows = enumerate(traces_table.read(traces, ["input_ids"]))
     return [(number, row["input_ids"]) for number, row in rows if shard.start <= number < shard.stop]
 
 
@@ -194,7 +194,7 @@ def assemble(
 
 def _index(traces: Artifact, pool: FeaturePool) -> Iterator[dict[str, Any]]:
     columns = ["key", "split", "input_ids", "prompt_tokens"]
-    for source, row in enumerate(traces_stage.read(traces, columns)):
+    for source, row in enumerate(traces_table.read(traces, columns)):
         sample: SampleInfo | None = pool.find(row["input_ids"])
         yield {
             "source": source,

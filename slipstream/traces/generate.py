@@ -1,89 +1,225 @@
-"""Asking servers for the traces that the pool does not have yet: one async client inside one task."""
+"""Asking servers for the turns that the pool does not have yet: one async client inside one task."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+import itertools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream import chat
-from slipstream.concurrent import run_workers
-from slipstream.config import TracesConfig
+from slipstream.chat import Answer, Message, Server
+from slipstream.concurrent import run_async, run_workers
+from slipstream.config import RunConfig
 from slipstream.errors import TransientError
 from slipstream.progress import Progress, Report
 from slipstream.serving import Endpoint
+from slipstream.special_tokens import check_loaded, check_served
+from slipstream.traces import sampling
+from slipstream.traces.conversation import next_messages, tool_fields
+from slipstream.traces.fleet import Fleet, sailing
 from slipstream.traces.pool import TracePool
 from slipstream.traces.prompts import Prompt
+from slipstream.traces.rebuild import Renderer, rebuild, renderer_for
+from slipstream.traces.throughput import Throughput
+from slipstream.traces.trace import SERVER, Trace
+from slipstream.verifier import folder_of
+
+TEMPLATE_MARGIN, TURN_BYTES = 16, 64
+MANY_FAILURES = 100  # below so many a share says little
+Asked = Callable[[], Iterable[Prompt]]
 
 
 @dataclass
 class Outcome:
-    """What a generation did: answers recorded, tokens generated, prompts without an answer and why."""
+    """What one execution did: prompts answered and failed, turns and tokens generated, who was the limit."""
 
+    answered: int = 0
+    failed: int = 0
     requested: int = 0
     output_tokens: int = 0
-    failed: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
-
-
-def sampling(config: TracesConfig, key: str) -> dict[str, Any]:
-    """The sampling fields of one request; the seed follows the prompt, so a repeated request is the same."""
-    fields: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": config.temperature}
-    if config.temperature > 0:
-        seed = int.from_bytes(hashlib.sha256(f"{config.seed}:{key}".encode()).digest()[:4], "big") >> 1
-        fields |= {"top_p": config.top_p, "seed": seed}
-        if config.top_k:
-            fields["top_k"] = config.top_k
-    return fields
+    retried: int = 0
+    absences: int = 0
+    backoffs: int = 0
+    stopped: bool = False
+    special_tokens: str = "not asked"
+    throughput: dict[str, Any] = field(default_factory=dict)
 
 
 def generate(
-    prompts: Sequence[Prompt], endpoints: Sequence[Endpoint], config: TracesConfig, pool: TracePool, report: Report
+    asked: Asked, total: int, endpoints: Sequence[Endpoint], config: RunConfig, pool: TracePool, report: Report
 ) -> Outcome:
-    """Asks for every prompt and records each answer in the pool as it arrives."""
-    return asyncio.run(_generate(prompts, endpoints, config, pool, report))
+    """Asks for every prompt that `asked()` gives (`total` of them) and records each turn as it arrives.
+
+    Raises InputError when the server's special tokens are not the verifier's, TransientError when all servers
+    stay away.  A prompt that fails is recorded with its reason and the others go on; when more have failed than
+    `traces.max_rejected_share` of them allows, the rest is not asked.
+    """
+    return run_async(_generate(asked, total, endpoints, config, pool, report))
 
 
 async def _generate(
-    prompts: Sequence[Prompt], endpoints: Sequence[Endpoint], config: TracesConfig, pool: TracePool, report: Report
+    asked: Asked, total: int, endpoints: Sequence[Endpoint], config: RunConfig, pool: TracePool, report: Report
 ) -> Outcome:
-    outcome = Outcome()
-    started = time.monotonic()
-    queue = iter(prompts)
-    busy = dict.fromkeys(range(len(endpoints)), 0)
+    traces = config.traces
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(chat.client(e.url, config.request_timeout_s)) for e in endpoints]
+        servers = await stack.enter_async_context(chat.connect(endpoints, traces.request_timeout_s))
+        generation = _Generation(config, pool, report, total)
+        fleet = sailing(servers, traces.concurrency, traces.endpoint_patience_s, generation.admit)
+        generation.fleet = await stack.enter_async_context(fleet)
+        await generation.check_lengths(asked())
+        sampler = asyncio.ensure_future(generation.throughput.sample())
+        stack.callback(sampler.cancel)
+        queue = iter(asked())
 
         async def work() -> None:
             for prompt in queue:
-                target = min(busy, key=lambda index: busy[index])
-                busy[target] += 1
-                try:
-                    trace = await chat.ask(
-                        clients[target],
-                        endpoints[target].model,
-                        prompt,
-                        sampling(config, prompt.key),
-                        config.max_attempts,
-                    )
-                except (chat.Refused, TransientError) as error:
-                    outcome.failed[prompt.key] = str(error)
-                else:
-                    pool.add(trace)
-                    outcome.requested += 1
-                    outcome.output_tokens += len(trace.output_ids)
-                finally:
-                    busy[target] -= 1
-                outcome.seconds = time.monotonic() - started
-                speed = outcome.output_tokens / max(outcome.seconds, 1e-9)
-                done = outcome.requested + len(outcome.failed)
-                report(
-                    Progress(done, len(prompts), "prompts", {"tokens/s": round(speed), "failed": len(outcome.failed)})
-                )
+                if generation.outcome.stopped:
+                    return
+                await generation.converse(prompt)
 
-        await run_workers(work, min(config.concurrency, len(prompts)))
-    return outcome
+        await run_workers(work, min(traces.concurrency, total))
+        return generation.end()
+
+
+class _TooLong(Exception):
+    """The conversation so far leaves no room for a token of answer."""
+
+
+class _Generation:
+    """One execution: its counters and the steps of one prompt."""
+
+    fleet: Fleet
+
+    def __init__(self, config: RunConfig, pool: TracePool, report: Report, total: int) -> None:
+        self.config, self.pool, self.report, self.total = config, pool, report, total
+        self.outcome = Outcome()
+        self.throughput = Throughput()
+        self.context: int | None = None  # the smallest of the servers'
+        self._template_tokens = 0  # what the chat template adds to a conversation, and a margin
+        self._lengths: dict[str, int] = {}  # tokens of the prompts that may not fit with a full answer
+        self._renderer: Renderer | None = None
+
+    async def admit(self, server: Server) -> None:
+        """Looks at a server before it is asked: special tokens (a difference aborts by name) and context."""
+        equal = await check_served(server, check_loaded(folder_of(self.config.verifier)))
+        self.outcome.special_tokens = "equal" if equal else "not told by the server"
+        limit = await server.context()
+        if limit is not None:
+            self.context = min(limit, self.context or limit)
+        with suppress(chat.Refused):  # an engine whose /tokenize takes text alone
+            ids = await server.tokenize_chat([{"role": "user", "content": "a"}], [], {})
+            self._template_tokens = max(self._template_tokens, len(ids or ()) + TEMPLATE_MARGIN)
+
+    async def check_lengths(self, asked: Iterable[Prompt]) -> None:
+        """Measures, by the server's own tokenizer, the prompts that may not fit; records those that do not."""
+        turn = itertools.cycle([lane.server for lane in self.fleet.lanes])
+        queue = iter(asked)
+
+        async def work() -> None:
+            for prompt in queue:
+                messages = next_messages(prompt, ()) or []
+                if not self._settled(messages, prompt):
+                    template = sampling.fields(self.config.traces, prompt.key).get("chat_template_kwargs", {})
+                    try:
+                        ids = await next(turn).tokenize_chat(messages, prompt.tools, template)
+                    except (chat.Refused, TransientError):
+                        continue  # the request itself will tell
+                    if ids is not None:
+                        self._lengths[prompt.key] = len(ids)
+                        if self._room(len(ids)) < 1:
+                            self._fail(prompt, self._too_long(len(ids)))
+
+        await run_workers(work, self.config.traces.concurrency)
+
+    async def converse(self, prompt: Prompt) -> None:
+        """Asks for the turns of one prompt that are not recorded yet; what goes wrong is recorded, not raised."""
+        if self._room(self._lengths.get(prompt.key, 0)) < 1:
+            return  # recorded by check_lengths
+        key = sampling.row_key(self.config.traces, prompt.key)
+        turns = self.pool.turns(key)
+        try:
+            messages = next_messages(prompt, turns)
+            while messages is not None:
+                turns.append(await self._turn(prompt, turns, messages))
+                messages = next_messages(prompt, turns)
+                self.pool.add(key, turns[-1], final=messages is None)
+                self.outcome.requested += 1
+                self.throughput.add(len(turns[-1].output_ids))
+        except _TooLong:
+            self.pool.finish(key)
+        except (chat.Refused, TransientError) as error:
+            if error is self.fleet.lost:
+                raise
+            self._fail(prompt, str(error))
+            return
+        self.outcome.answered += 1
+        self._tell()
+
+    async def _turn(self, prompt: Prompt, turns: Sequence[Trace], messages: Sequence[Message]) -> Trace:
+        fields = sampling.fields(self.config.traces, prompt.key, len(turns))
+        fields |= tool_fields(prompt, self.config.verifier.tool_call_parser is not None)
+        template = fields.get("chat_template_kwargs", {})
+        known = None if turns else self._lengths.get(prompt.key)
+
+        async def ask(server: Server) -> Answer:
+            length = known
+            if turns and not self._settled(messages, prompt):
+                ids = await server.tokenize_chat(messages, prompt.tools, template)
+                length = None if ids is None else len(ids)
+            room = self._room(length or 0)
+            if room < 1:
+                raise _TooLong
+            return await server.chat(messages, prompt.tools, fields | {"max_tokens": room})
+
+        answer, server = await self.fleet.send(ask, self.config.traces.max_attempts)
+        prompt_ids, output_ids, ids = answer.prompt_ids, answer.output_ids, SERVER
+        if prompt_ids is None or output_ids is None:
+            self._renderer = self._renderer or await renderer_for(server, self.config.verifier)
+            prompt_ids, output_ids, ids = await rebuild(self._renderer, messages, prompt.tools, template, answer)
+        return Trace.of(answer, prompt.key, len(turns), fields, prompt_ids, output_ids, ids)
+
+    def _settled(self, messages: Sequence[Message], prompt: Prompt) -> bool:
+        """Whether the bytes alone say that a full answer fits: no token is shorter than a byte."""
+        if self.context is None:
+            return True
+        room = self.context - self.config.traces.max_tokens - self._template_tokens
+        if not prompt.tools and sum(TURN_BYTES + 4 * len(turn.get("content") or "") for turn in messages) <= room:
+            return True  # no character is longer than four bytes
+        return len(json.dumps([list(messages), list(prompt.tools)], ensure_ascii=False).encode()) <= room
+
+    def _room(self, length: int) -> int:
+        """Tokens of answer after a prompt of `length` tokens."""
+        wanted = self.config.traces.max_tokens
+        return wanted if self.context is None or not length else min(wanted, self.context - length)
+
+    def _too_long(self, length: int) -> str:
+        return f"prompt_too_long: {length} tokens, the server takes {self.context} with the answer"
+
+    def _fail(self, prompt: Prompt, reason: str) -> None:
+        self.pool.fail(sampling.row_key(self.config.traces, prompt.key), reason)
+        self.outcome.failed += 1
+        allowed = max(MANY_FAILURES, self.config.traces.max_rejected_share * self.total)
+        self.outcome.stopped = self.outcome.failed > allowed
+        self._tell()
+
+    def _tell(self) -> None:
+        outcome = self.outcome
+        speed = round(self.throughput.tokens / max(self.throughput.seconds, 1e-9))
+        figures = {"tokens/s": speed, "failed": outcome.failed}
+        self.report(Progress(outcome.answered + outcome.failed, self.total, "prompts", figures))
+
+    def end(self) -> Outcome:
+        """The counters of the whole execution."""
+        outcome = self.outcome
+        outcome.output_tokens = self.throughput.tokens
+        outcome.seconds = self.throughput.seconds
+        outcome.retried = self.fleet.retried
+        outcome.absences = sum(lane.absences for lane in self.fleet.lanes)
+        outcome.backoffs = sum(lane.window.backoffs for lane in self.fleet.lanes)
+        outcome.throughput = self.throughput.figures()
+        return outcome

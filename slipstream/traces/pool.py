@@ -1,61 +1,125 @@
 """The traces' row pool and ledger: what it has is never asked for again.
 
-`<workdir>/pool/traces/<recipe>/rows.sqlite3`, keyed by prompt.  SQLite in WAL mode: a row is committed as
-soon as its answer arrives, a kill -9 leaves the last commit, a torn record cannot be.  The recipe names
-verifier, type and sampling; policies (what to keep) apply later, so changing one asks for nothing.
+`<workdir>/pool/traces/<recipe>/rows.sqlite3`.  The recipe names the verifier, its type and parsers; a row's key
+names the prompt and how it was asked, and the turn counts the verifier's turns in it.  Policies (what to keep) apply
+later, so changing one asks for nothing.
+
+SQLite in WAL mode: a row is committed as soon as its answer arrives, a kill -9 leaves the last commit, and a torn
+record at the end of the log is dropped when it is opened.  A conversation is complete when its last turn is marked
+final; until then a later run continues it where it stands.  What failed is in `errors` until it succeeds.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from slipstream.artifact import locked
+from slipstream.errors import Damaged, SlipstreamError, StageFailed
 from slipstream.traces.trace import Trace
 
-BATCH = 500  # keys a query; SQLite takes at most 32,766 variables
+T = TypeVar("T")
+BATCH = 64  # prompts a query: at 7,000 tokens a trace their token ids are 16 MB of Python integers
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS rows (
+    key TEXT NOT NULL, turn INTEGER NOT NULL, final INTEGER NOT NULL, at REAL NOT NULL, row TEXT NOT NULL,
+    UNIQUE (key, turn)
+);
+CREATE TABLE IF NOT EXISTS errors (key TEXT PRIMARY KEY, reason TEXT NOT NULL) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS answered AFTER INSERT ON rows BEGIN DELETE FROM errors WHERE key = new.key; END;
+CREATE TRIGGER IF NOT EXISTS finished AFTER UPDATE ON rows BEGIN DELETE FROM errors WHERE key = new.key; END;
+"""
 
 
 class TracePool:
-    """Traces by prompt key; open one with `open_pool`."""
+    """Traces by row key; open one with `open_pool`."""
 
     def __init__(self, path: Path) -> None:
-        self._db = sqlite3.connect(path, isolation_level=None, timeout=60)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.execute("CREATE TABLE IF NOT EXISTS traces (key TEXT PRIMARY KEY, row TEXT NOT NULL) WITHOUT ROWID")
+        self._path = path
+        # one thread at a time uses it, not always the one that opened it (`run_async`)
+        self._db = sqlite3.connect(path, isolation_level=None, timeout=60, check_same_thread=False)
+        try:
+            with self._explained():
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=NORMAL")
+                self._db.executescript(SCHEMA)
+        except SlipstreamError:
+            self._db.close()
+            raise
 
     def close(self) -> None:
         """Ends the connection."""
         self._db.close()
 
-    def add(self, trace: Trace) -> None:
-        """Records an answer; the first one for a key stays."""
-        self._db.execute("INSERT OR IGNORE INTO traces VALUES (?, ?)", (trace.key, trace.to_json()))
+    def add(self, key: str, trace: Trace, final: bool) -> None:
+        """Records a turn; the first one for a key and turn stays.  `final` completes the conversation."""
+        row = (key, trace.turn, final, time.time(), trace.to_json())
+        self._execute("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?)", row)
 
-    def get(self, keys: Iterable[str]) -> Iterator[Trace]:
-        """The traces that are there, in the order of `keys`."""
-        for batch in _batches(keys):
-            marks = ",".join("?" * len(batch))
-            found = dict(self._db.execute(f"SELECT key, row FROM traces WHERE key IN ({marks})", batch))
-            yield from (Trace.from_json(found[key]) for key in batch if key in found)
+    def finish(self, key: str) -> None:
+        """Completes a conversation whose next turn cannot be asked for: its turns so far are all there will be."""
+        last = "SELECT max(turn) FROM rows WHERE key = ?1"
+        self._execute(f"UPDATE rows SET final = 1 WHERE key = ?1 AND turn = ({last})", (key,))
 
-    def missing(self, keys: Iterable[str]) -> list[str]:
-        """The keys that have no trace yet, in their order."""
-        lacking: list[str] = []
-        for batch in _batches(keys):
-            marks = ",".join("?" * len(batch))
-            found = {key for (key,) in self._db.execute(f"SELECT key FROM traces WHERE key IN ({marks})", batch)}
-            lacking += [key for key in batch if key not in found]
-        return lacking
+    def fail(self, key: str, reason: str) -> None:
+        """Records why a prompt has no (complete) answer; the next run asks for it again."""
+        self._execute("INSERT OR REPLACE INTO errors VALUES (?, ?)", (key, reason))
+
+    def turns(self, key: str) -> list[Trace]:
+        """The recorded turns of one conversation, in order."""
+        found = self._execute("SELECT row FROM rows WHERE key = ? ORDER BY turn", (key,))
+        return [Trace.from_json(row) for (row,) in found]
+
+    def get(self, keys: Sequence[str]) -> dict[str, list[Trace]]:
+        """The complete conversations among at most BATCH keys: turns in order by key."""
+        marks = ",".join("?" * len(keys))
+        done = f"SELECT key FROM rows WHERE final AND key IN ({marks})"
+        found = self._execute(f"SELECT key, row FROM rows WHERE key IN ({done}) ORDER BY key, turn", keys)
+        made: dict[str, list[Trace]] = {}
+        for key, row in found:
+            made.setdefault(key, []).append(Trace.from_json(row))
+        return made
+
+    def missing(self, keys: Sequence[str]) -> set[str]:
+        """Which of at most BATCH keys have no complete conversation."""
+        marks = ",".join("?" * len(keys))
+        done = self._execute(f"SELECT key FROM rows WHERE final AND key IN ({marks})", keys)
+        return set(keys).difference(key for (key,) in done)
+
+    def errors(self, keys: Sequence[str]) -> dict[str, str]:
+        """Why those of at most BATCH keys that failed did."""
+        marks = ",".join("?" * len(keys))
+        return dict(self._execute(f"SELECT key, reason FROM errors WHERE key IN ({marks})", keys))
+
+    def _execute(self, statement: str, values: Sequence[object]) -> list[Any]:
+        """One statement, one transaction."""
+        with self._explained():
+            return self._db.execute(statement, values).fetchall()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:  # a full disk, a folder without write permission
+            raise StageFailed(
+                f"{self._path}: the ledger cannot be used ({error}); make room or repair access and run again, "
+                "what is recorded is kept"
+            ) from error
+        except sqlite3.DatabaseError as error:
+            raise Damaged(
+                f"{self._path}: the ledger is damaged ({error}); move it away to ask for all again"
+            ) from error
 
 
-def _batches(keys: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for key in keys:
-        batch.append(key)
+def batches(items: Iterable[T]) -> Iterator[list[T]]:
+    """`items` in lists of BATCH."""
+    batch: list[T] = []
+    for item in items:
+        batch.append(item)
         if len(batch) == BATCH:
             yield batch
             batch = []

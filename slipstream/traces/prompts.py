@@ -1,110 +1,220 @@
-"""Prompt files: reading, checking, a stable key for each prompt.
+"""Prompt rows: what a row may look like, what is taken from it, what names a prompt.
 
-A row is a JSON object with `messages` (role and content; a trailing assistant turn is dropped, it is the
-verifier's to write) or `prompt` (one user turn), and optionally `id`, `tools` and `kind` (or `domain`).
-A bad row is set aside with its file, row, id and reason and the others go on.
+A row is a JSON object with turns in `messages` (role and content), in `conversations` (from and value, as ShareGPT
+has them) or in `prompt`, or with a text in `prompt` (one user turn); optionally `id`, `tools` (a list or its JSON
+text) and `kind` (or `domain`).
+
+The turns become a script: what system, user and tools said, and `{"role": "assistant"}` where the verifier writes.
+What an assistant wrote before is dropped.  The verifier always writes at the end, so that place is not marked.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from slipstream.digest import digest
-from slipstream.errors import InputError
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
+SHAREGPT = {
+    **{role: role for role in ROLES},
+    "human": "user",
+    **dict.fromkeys(("gpt", "model", "chatgpt", "function_call"), "assistant"),
+    **dict.fromkeys(("function", "observation"), "tool"),
+}
+WRITES = "assistant"
+TOOL_RESPONSE = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt.  `key` depends on its content and declared id, not on where it stands."""
+    """One prompt.
+
+    `key` depends on its content and declared id, not on where it stands.  `messages` is the script (see above);
+    `file` and `row` (from 1) say where it was read.
+    """
 
     key: str
     id: str | None
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
     kind: str
+    file: str = field(default="", compare=False)
+    row: int = field(default=0, compare=False)
 
-    @property
+    @cached_property
     def content_key(self) -> str:
         """Equal for prompts that ask the same thing, whatever their ids."""
         return digest([self.messages, self.tools])
 
     def to_json(self) -> dict[str, Any]:
         """The row that the prompt artifact stores."""
-        return {"key": self.key, "id": self.id, "kind": self.kind, "messages": self.messages, "tools": self.tools}
+        named = {"key": self.key, "id": self.id, "kind": self.kind, "file": self.file, "row": self.row}
+        return {**named, "messages": self.messages, "tools": self.tools}
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> Prompt:
         """The inverse of `to_json`."""
-        return Prompt(row["key"], row["id"], tuple(row["messages"]), tuple(row["tools"]), row["kind"])
-
-
-@dataclass(frozen=True)
-class Reject:
-    """A row that was set aside: where it stands (row counts from 1) and why."""
-
-    file: str
-    row: int
-    id: str | None
-    reason: str
+        return Prompt(**{**row, "messages": tuple(row["messages"]), "tools": tuple(row["tools"])})
 
 
 class BadRow(ValueError):
     """Why a row cannot be a prompt."""
 
 
-def parse(row: Any) -> Prompt:
-    """The prompt in a decoded row; raises BadRow."""
+def parse(row: Any, domain: str = "all") -> Prompt:
+    """The prompt in a decoded row; `domain` is its kind when it names none.  Raises BadRow."""
+    try:
+        return _parse(row, domain)
+    except RecursionError as error:
+        raise BadRow("nested too deeply") from error
+
+
+def _parse(row: Any, domain: str) -> Prompt:
     if not isinstance(row, dict):
         raise BadRow("not a JSON object")
-    messages = row.get("messages")
-    if messages is None:
-        text = row.get("prompt")
-        if not isinstance(text, str):
-            raise BadRow("neither `messages` nor a `prompt` text")
-        messages = [{"role": "user", "content": text}]
-    if not isinstance(messages, list) or not messages:
-        raise BadRow("`messages` is not a list of turns")
-    turns = [_turn(message) for message in messages]
-    while turns and turns[-1]["role"] == "assistant":
-        turns.pop()
-    if not turns or turns[-1]["role"] == "system":
-        raise BadRow("no user turn to answer")
+    script = _script(_turns(row))
+    tools = [_without_none(tool) for tool in _tools(row)]
     declared = row.get("id")
-    tools = row.get("tools") or []
-    if not isinstance(tools, list):
-        raise BadRow("`tools` is not a list")
     name = None if declared is None else str(declared)
-    tools = [_without_none(tool) for tool in tools]
-    kind = str(row.get("kind") or row.get("domain") or "all")
+    kind = str(row.get("kind") or row.get("domain") or domain)
     try:
         kind.encode()
-        key = digest({"id": name, "messages": turns, "tools": tools})
+        key = digest({"id": name, "messages": script, "tools": tools})
     except UnicodeEncodeError as error:
         raise BadRow("text that is not valid Unicode (half of a surrogate pair)") from error
     except (ValueError, TypeError) as error:
         raise BadRow(f"a value that JSON cannot hold ({error})") from error
-    except RecursionError as error:
-        raise BadRow("nested too deeply") from error
-    return Prompt(key, name, tuple(turns), tuple(tools), kind)
+    return Prompt(key, name, tuple(script), tuple(tools), kind)
 
 
-def _turn(message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
+def _turns(row: dict[str, Any]) -> list[Any]:
+    column = next((name for name in ("messages", "conversations", "prompt") if row.get(name) is not None), None)
+    turns = row[column] if column else None
+    if column == "prompt" and isinstance(turns, str):
+        return [{"role": "user", "content": turns}]
+    if column is None or (column == "prompt" and not isinstance(turns, list)):
+        raise BadRow("neither `messages`, `conversations` nor a `prompt` text")
+    if not isinstance(turns, list) or not turns:
+        raise BadRow(f"`{column}` is not a list of turns")
+    return turns
+
+
+def _tools(row: dict[str, Any]) -> list[Any]:
+    tools = row.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            tools = None
+    if not isinstance(tools, list):
+        raise BadRow("`tools` is not a list, nor the JSON text of one")
+    return tools
+
+
+def _script(turns: list[Any]) -> list[dict[str, Any]]:
+    script: list[dict[str, Any]] = []
+    calls: list[tuple[Any, Any]] = []  # id and function, as the old answer called them
+    results = 0
+    asked = False
+    for turn in turns:
+        role = _role(turn)
+        if role == WRITES:
+            if not asked:  # an old greeting: there is nothing to answer yet
+                continue
+            if script[-1]["role"] != WRITES:
+                script.append({"role": WRITES})
+                calls, results = [], 0
+            calls += _calls(turn)
+        elif role == "tool":
+            if not script or script[-1]["role"] not in {WRITES, "tool"}:
+                raise BadRow("a tool turn that follows no assistant turn")
+            for text in _results(_text(turn)):
+                named = _answers(turn, calls, results) or _embedded(text)
+                script.append({"role": role, "content": text} | ({"name": named} if named else {}))
+                results += 1
+        else:
+            script.append({"role": role, "content": _text(turn)} | _name(turn))
+            if not script[-1]["content"].strip():
+                raise BadRow(f"an empty {role} turn")
+            asked = asked or role == "user"
+    while script and script[-1]["role"] == WRITES:
+        script.pop()
+    if not asked or script[-1]["role"] == "system":
+        raise BadRow("no user turn to answer")
+    return script
+
+
+def _role(turn: Any) -> str:
+    role = None
+    if isinstance(turn, dict):
+        role = turn.get("role") or SHAREGPT.get(str(turn.get("from")))
+    if not isinstance(role, str) or role not in ROLES:
         raise BadRow(f"a turn without a role of {', '.join(sorted(ROLES))}")
-    content = message.get("content")
-    if not isinstance(content, str) and not message.get("tool_calls"):
+    return role
+
+
+def _text(turn: dict[str, Any]) -> str:
+    content = turn.get("content") if turn.get("role") else turn.get("value")
+    if isinstance(content, list):
+        content = "".join(_part(part) for part in content)
+    if not isinstance(content, str):
         raise BadRow("a turn whose content is not text")
-    if message["role"] == "user" and not str(content).strip():
-        raise BadRow("an empty user turn")
-    fields = ("role", "content", "name", "tool_calls", "tool_call_id")
-    turn = {key: _without_none(message[key]) for key in fields if message.get(key) is not None}
-    return {"content": None, **turn} if "content" in message else turn
+    return content
+
+
+def _part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text":
+        raise BadRow(f"a part of type {kind} in a turn's content, where only text is supported")
+    if not isinstance(part.get("text"), str):
+        raise BadRow("a turn whose content is not text")
+    return str(part["text"])
+
+
+def _name(turn: dict[str, Any]) -> dict[str, str]:
+    name = turn.get("name")
+    if name is not None and not isinstance(name, str):
+        raise BadRow("a turn whose name is not text")
+    return {} if name is None else {"name": name}
+
+
+def _calls(turn: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    calls = turn.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        if isinstance(call, dict):
+            function = call.get("function")
+            yield call.get("id"), (function if isinstance(function, dict) else call).get("name")
+
+
+def _results(text: str) -> list[str]:
+    """One text a result: Hermes rows hold those of parallel calls in one turn."""
+    found = [match.group() for match in TOOL_RESPONSE.finditer(text)]
+    return found if len(found) > 1 else [text]
+
+
+def _answers(turn: dict[str, Any], calls: list[tuple[Any, Any]], position: int) -> str | None:
+    """The function whose result a tool turn is: by the call's id, the turn's own name, or its place."""
+    identity = turn.get("tool_call_id")
+    found = next((name for known, name in calls if identity is not None and known == identity), None)
+    found = found or _name(turn).get("name")
+    if not found and position < len(calls) and (identity is None or calls[position][0] is None):
+        found = calls[position][1]
+    return found if isinstance(found, str) and found else None
+
+
+def _embedded(text: str) -> str | None:
+    match = TOOL_RESPONSE.search(text)
+    try:
+        payload = json.loads(match.group(1)) if match else None
+    except ValueError:
+        return None
+    name = payload.get("name") if isinstance(payload, dict) else None
+    return name if isinstance(name, str) and name else None
 
 
 def _without_none(value: Any) -> Any:
@@ -112,104 +222,3 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list) else value
-
-
-def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError:
-                yield number, BadRow("not UTF-8")
-            except ValueError as error:
-                yield number, BadRow(f"not JSON ({error})")
-            except RecursionError:
-                yield number, BadRow("nested too deeply")
-
-
-def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow.parquet as pq
-
-    number = 0
-    for batch in pq.ParquetFile(path).iter_batches(1024):
-        for row in batch.to_pylist():
-            number += 1
-            yield number, {key: value for key, value in row.items() if value is not None}
-
-
-def _dataset(path: Path) -> Iterator[tuple[int, Any]]:
-    import datasets
-
-    loaded = datasets.load_from_disk(str(path))
-    if isinstance(loaded, datasets.DatasetDict):
-        raise InputError(f"{path}: holds several splits ({', '.join(loaded)}); name one of its folders")
-    for number, row in enumerate(loaded, 1):
-        yield number, {key: value for key, value in row.items() if value is not None}
-
-
-def rows(source: str) -> Iterator[tuple[int, Any]]:
-    """Row number and decoded row (or the BadRow it is) of a prompt source; raises InputError when unreadable."""
-    path = Path(source)
-    if not path.exists():
-        raise InputError(f"{source}: no such prompt file; set prompts.sources to files that exist here")
-    try:
-        if path.is_dir():
-            yield from _dataset(path)
-        elif path.suffix == ".parquet":
-            yield from _parquet(path)
-        elif path.suffix in {".jsonl", ".json"}:
-            yield from _jsonl(path)
-        else:
-            raise InputError(f"{source}: unknown kind of prompt file; use .jsonl, .parquet or a saved data set folder")
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"{source}: unreadable prompt file ({type(error).__name__}: {error})") from error
-
-
-def read(sources: list[str]) -> tuple[list[Prompt], list[Reject], int]:
-    """Prompts of all sources in key order, the rejected rows, and how many rows repeated another's content.
-
-    Raises InputError for a source that cannot be read and for two different prompts under one id.
-    """
-    by_content: dict[str, Prompt] = {}
-    by_id: dict[str, tuple[str, str]] = {}
-    rejects: list[Reject] = []
-    repeated = 0
-    for source in sources:
-        for number, row in rows(source):
-            declared = str(row["id"]) if isinstance(row, dict) and row.get("id") is not None else None
-            try:
-                if isinstance(row, BadRow):
-                    raise row
-                prompt = parse(row)
-            except BadRow as error:
-                rejects.append(Reject(source, number, declared, str(error)))
-                continue
-            content = prompt.content_key
-            if prompt.id is not None:
-                where, other = by_id.setdefault(prompt.id, (f"{source} row {number}", content))
-                if other != content:
-                    raise InputError(f"{source}: row {number} has id {prompt.id} like {where}, but asks something else")
-            if (known := by_content.get(content)) is not None:
-                repeated += 1
-                if known.key <= prompt.key:
-                    continue
-            by_content[content] = prompt
-    return sorted(by_content.values(), key=lambda p: p.key), rejects, repeated
-
-
-def source_digest(source: str) -> str:
-    """A digest of a source's bytes: a copy elsewhere is the same source, other bytes under its name are not."""
-    from slipstream.artifact import checksum
-
-    path = Path(source)
-    if not path.exists():
-        raise InputError(f"{source}: no such prompt file; set prompts.sources to files that exist here")
-    try:
-        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        return digest([[p.name, checksum(p)] for p in files] if path.is_dir() else checksum(path))
-    except OSError as error:
-        raise InputError(f"{source}: unreadable prompt file ({error.strerror or error})") from error

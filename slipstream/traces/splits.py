@@ -1,4 +1,4 @@
-"""Three splits by prompt key: train, validation, held-out.
+"""Three splits by prompt content: train, validation, held-out.
 
 A prompt's place is a hash of its content and the split's seed, compared with a threshold: it does not
 depend on the other prompts, on order or on ids, so a prompt that was held out stays so when data is added.
@@ -7,7 +7,8 @@ depend on the other prompts, on order or on ids, so a prompt that was held out s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from bisect import insort
+from collections.abc import Iterable
 
 from slipstream.traces.prompts import Prompt
 
@@ -21,30 +22,42 @@ def position(prompt: Prompt, seed: int) -> float:
     return int.from_bytes(hashed[:8], "big") / 2**64
 
 
-def _fill(name: str, place: dict[str, str], at: dict[str, float]) -> None:
-    """Moves one prompt of the largest split into the empty split `name`: the one that stands nearest to it."""
-    sizes = {other: list(place.values()).count(other) for other in SPLITS}
-    largest = max(SPLITS, key=lambda other: sizes[other])
-    if sizes[largest] > 1:
-        nearest = max if name == TRAIN else min
-        place[nearest((key for key in place if place[key] == largest), key=lambda key: at[key])] = name
+class Splitter:
+    """Which split a position falls into.
 
-
-def split(prompts: Sequence[Prompt], held_out_ratio: float, val_ratio: float, seed: int) -> dict[str, list[Prompt]]:
-    """`prompts` by split, each in the order given.
-
-    Held-out takes positions below `held_out_ratio`, validation the next `val_ratio` of what is left.  A
-    split with a ratio above 0 that would stay empty (few prompts) takes the prompt nearest to it.
+    Held-out takes positions below `held_out_ratio`, validation the next `val_ratio` of what is left.  A split with
+    a ratio above 0 that would stay empty (few prompts) takes the position nearest to it from the largest: therefore
+    all `positions` are seen once before the first is placed.  `sizes` counts them by split.
     """
-    at = {prompt.key: position(prompt, seed) for prompt in prompts}
-    edges = {HELD_OUT: held_out_ratio, VALIDATION: held_out_ratio + (1 - held_out_ratio) * val_ratio}
-    place: dict[str, str] = {}
-    for key, value in at.items():
-        if value < edges[HELD_OUT]:
-            place[key] = HELD_OUT
-        else:
-            place[key] = VALIDATION if value < edges[VALIDATION] else TRAIN
-    for name, ratio in ((TRAIN, 1.0), (HELD_OUT, held_out_ratio), (VALIDATION, val_ratio)):
-        if ratio > 0 and name not in place.values():
-            _fill(name, place, at)
-    return {name: [prompt for prompt in prompts if place[prompt.key] == name] for name in SPLITS}
+
+    def __init__(self, positions: Iterable[float], held_out_ratio: float, val_ratio: float) -> None:
+        self._held_out = held_out_ratio
+        self._validation = held_out_ratio + (1 - held_out_ratio) * val_ratio
+        self._moved: dict[float, str] = {}
+        self.sizes = dict.fromkeys(SPLITS, 0)
+        ends: dict[str, list[float]] = {name: [] for name in SPLITS}
+        for at in positions:
+            name = self.place(at)
+            self.sizes[name] += 1
+            insort(ends[name], at)
+            del ends[name][2:-2]  # two splits at most are empty, so two at either end are enough
+        for name, ratio in ((TRAIN, 1.0), (HELD_OUT, held_out_ratio), (VALIDATION, val_ratio)):
+            if ratio > 0 and not self.sizes[name]:
+                self._fill(name, ends)
+
+    def place(self, at: float) -> str:
+        """The split of a prompt at this position."""
+        if at in self._moved:
+            return self._moved[at]
+        if at < self._held_out:
+            return HELD_OUT
+        return VALIDATION if at < self._validation else TRAIN
+
+    def _fill(self, name: str, ends: dict[str, list[float]]) -> None:
+        largest = max(SPLITS, key=lambda other: self.sizes[other])
+        if self.sizes[largest] > 1:
+            at = ends[largest].pop(-1 if name == TRAIN else 0)
+            ends[name].append(at)
+            self._moved[at] = name
+            self.sizes[largest] -= 1
+            self.sizes[name] += 1

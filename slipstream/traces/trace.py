@@ -1,19 +1,26 @@
-"""One trace: the verifier's answer to one prompt as token ids, and what follows from them."""
+"""One trace: one turn of the verifier as token ids, and what follows from them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.chat import Answer
+
+SERVER, REBUILT, MISMATCHED = "server", "rebuilt", "mismatched"
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What the server returned for one prompt.
+    """What the server returned for one turn of one prompt's conversation.
 
-    `prompt_ids` and `output_ids` are the server's own token ids, never re-tokenised text; `output_ids`
-    includes `</think>` and the end token when the server generated them.  `thinking` and `answer` are
-    its texts (None when it returned none).
+    `prompt_ids` (everything before the turn, as the server rendered it) and `output_ids` are the server's own token
+    ids; `output_ids` includes `</think>` and the end token when the server generated them.  `ids` says where they
+    come from: SERVER, or REBUILT from text for a server that gives none, or MISMATCHED when what was rebuilt
+    disagrees with the server's counts.  `thinking` and `answer` are its texts (None when it returned none);
+    `sampling` is what was asked for.
     """
 
     key: str
@@ -22,14 +29,52 @@ class Trace:
     finish_reason: str
     thinking: str | None
     answer: str | None
+    turn: int = 0
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)
+    ids: str = SERVER
+
+    @staticmethod
+    def of(
+        answer: Answer,
+        key: str,
+        turn: int,
+        sampling: dict[str, Any],
+        prompt_ids: tuple[int, ...],
+        output_ids: tuple[int, ...],
+        ids: str = SERVER,
+    ) -> Trace:
+        """A server's answer as the trace of one turn."""
+        return Trace(
+            key=key,
+            prompt_ids=prompt_ids,
+            output_ids=output_ids,
+            finish_reason=answer.finish_reason,
+            thinking=answer.thinking,
+            answer=answer.answer,
+            turn=turn,
+            tool_calls=answer.tool_calls,
+            sampling=sampling,
+            ids=ids,
+        )
 
     @property
     def input_ids(self) -> list[int]:
         """Prompt and output, as the verifier saw them."""
         return [*self.prompt_ids, *self.output_ids]
 
+    @property
+    def truncated(self) -> bool:
+        """Whether the token limit cut the answer."""
+        return self.finish_reason == "length"
+
+    @property
+    def supervised_share(self) -> float:
+        """Generated tokens over all tokens."""
+        return len(self.output_ids) / max(1, len(self.prompt_ids) + len(self.output_ids))
+
     def loss_mask(self) -> list[int]:
-        """1 on every token the verifier generated, 0 on the prompt; unshifted (speculators shifts it itself)."""
+        """1 on every token that this turn generated, 0 on all before; unshifted (speculators shifts it itself)."""
         return [0] * len(self.prompt_ids) + [1] * len(self.output_ids)
 
     def boundary(self, think_close: int | None) -> int | None:
@@ -40,30 +85,12 @@ class Trace:
 
     def to_json(self) -> str:
         """The record that the pool stores."""
-        return json.dumps(asdict(self), ensure_ascii=True)
+        return json.dumps(self.__dict__)  # asdict would copy every token
 
     @staticmethod
     def from_json(text: str) -> Trace:
         """The inverse of `to_json`."""
         row = json.loads(text)
-        return Trace(**{**row, "prompt_ids": tuple(row["prompt_ids"]), "output_ids": tuple(row["output_ids"])})
-
-
-def rejection(
-    trace: Trace, think_close: int | None, reasoning: bool, keep_truncated: bool, eos_ids: Sequence[int]
-) -> str | None:
-    """Why a trace may not be trained on, or None.
-
-    A trace cut by the token limit is kept as it is (an open thinking span, no end token) or rejected, by
-    policy; it is never closed or ended artificially.
-    """
-    if not trace.output_ids:
-        return "empty_output"
-    truncated = trace.finish_reason == "length"
-    if truncated and not keep_truncated:
-        return "truncated"
-    if reasoning and not truncated and trace.boundary(think_close) is None:
-        return "no_reasoning"
-    if truncated and trace.output_ids[-1] in eos_ids:
-        return "end_token_after_cut"
-    return None
+        for name in ("prompt_ids", "output_ids", "tool_calls"):
+            row[name] = tuple(row[name])
+        return Trace(**row)

@@ -33,7 +33,7 @@ def rows(database: str, table: str, workdir: Path) -> int:
 
 def traces(workdir: Path) -> int:
     """Answers recorded."""
-    return rows("pool/traces/*/rows.sqlite3", "traces", workdir)
+    return rows("pool/traces/*/rows.sqlite3", "rows", workdir)
 
 
 def samples(workdir: Path) -> int:
@@ -83,7 +83,7 @@ def test_every_stage_survives_kill_9(tmp_path: Path) -> None:
     config = variant(
         "smoke",
         tmp_path / "config.yaml",
-        prompts__sources=[str(prompts)],
+        prompts__sources=[{"path": str(prompts)}],
         traces__concurrency=2,
         features__concurrency=1,
         features__shards=1,

@@ -17,7 +17,10 @@ CASES = {
     "final layer as auxiliary": ({"features__layer_ids": [2, 3, 6]}, ["features.layer_ids", "6", "by itself"]),
     "vocabulary too large": ({"vocabulary__size": 100_000}, ["vocabulary.size", "100000", "512"]),
     "no verifier": ({"verifier__path": "no/such/verifier"}, ["no/such/verifier", "verifier.path"]),
-    "no prompt file": ({"prompts__sources": ["no/such/prompts.jsonl"]}, ["no/such/prompts.jsonl", "prompts.sources"]),
+    "no prompt file": (
+        {"prompts__sources": [{"path": "no/such/prompts.jsonl"}]},
+        ["no/such/prompts.jsonl", "prompts.sources"],
+    ),
     "no serve environment": ({"servers__python": "no/such/python"}, ["no/such/python", "make install"]),
     "too many GPUs": (
         {"servers__device": "cuda", "servers__gpus": 64, "servers__start_ahead": False},
@@ -54,7 +57,7 @@ def test_refused_before_anything_starts(case: str, tmp_path: Path) -> None:
 def test_unreadable_prompt_file(tmp_path: Path) -> None:
     broken = tmp_path / "prompts.parquet"
     broken.write_bytes(b"PAR1 this is not parquet")
-    config = variant("smoke", tmp_path / "config.yaml", prompts__sources=[str(broken)])
+    config = variant("smoke", tmp_path / "config.yaml", prompts__sources=[{"path": str(broken)}])
     assert_one_sentence(attempt(config, tmp_path / "work"), tmp_path / "work", [str(broken), "unreadable"])
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 POCKET = ROOT / "slipstream" / "pocket" / "verifier"
 SMALL: dict[str, Any] = {
     "name": "unit",
-    "prompts": {"sources": ["prompts.jsonl"], "held_out_ratio": 0.2, "val_ratio": 0.2},
+    "prompts": {"sources": [{"path": "prompts.jsonl"}], "held_out_ratio": 0.2, "val_ratio": 0.2},
     "verifier": {"path": str(POCKET), "dtype": "float32", "max_model_len": 512},
     "servers": {"device": "cpu"},
     "traces": {"max_tokens": 16, "concurrency": 8, "request_timeout_s": 20, "max_attempts": 3},
@@ -80,9 +80,9 @@ def stub() -> Iterator[Any]:
 @pytest.fixture
 def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chat requests are repeated without a pause."""
-    from slipstream import chat
+    from slipstream.traces import fleet
 
-    monkeypatch.setattr(chat.random, "uniform", lambda low, high: 0.0)
+    monkeypatch.setattr(fleet.random, "uniform", lambda low, high: 0.0)
 
 
 @pytest.fixture

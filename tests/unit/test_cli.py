@@ -115,7 +115,7 @@ def test_an_unknown_key(main: Main, tmp_path: Path, values: dict[str, Any], comm
         ("features", {"layer_ids": [6]}, "6 is the final state"),
         ("vocabulary", {"size": 9999}, "9999"),
         ("verifier", {"path": "nowhere"}, "nowhere"),
-        ("prompts", {"sources": ["missing.jsonl"]}, "missing.jsonl"),
+        ("prompts", {"sources": [{"path": "missing.jsonl"}]}, "missing.jsonl"),
         ("servers", {"python": "no-such-python"}, "no-such-python"),
         ("drafter", {"init_from": "no-checkpoint"}, "no-checkpoint"),
     ],
@@ -129,7 +129,7 @@ def test_a_run_that_cannot_start_starts_nothing(
     fields: dict[str, Any],
     words: str,
 ) -> None:
-    values["prompts"]["sources"] = [write_prompts([f"p {i}" for i in range(20)])]
+    values["prompts"]["sources"] = [{"path": write_prompts([f"p {i}" for i in range(20)])}]
     values["servers"]["python"] = sys.executable
     values[section] |= fields
     status, out, err = main("run", write(tmp_path, values))
@@ -146,7 +146,7 @@ def test_a_run_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plan, "free_bytes", lambda path: 1000)
-    values["prompts"]["sources"] = [write_prompts(["a", "b", "c", "d"])]
+    values["prompts"]["sources"] = [{"path": write_prompts(["a", "b", "c", "d"])}]
     values["servers"]["python"] = sys.executable
     status, _, err = main("run", write(tmp_path, values))
     assert status == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ def load(values: dict[str, Any], folder: Path) -> RunConfig:
 
 
 def change(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """`values` with the dotted `key` set."""
-    *parents, last = key.split(".")
-    inner = values
-    for parent in parents:
-        inner = inner.setdefault(parent, {})
-    inner[last] = value
+    """`values` with the dotted `key` set; a number is a place in a list."""
+    parts = [int(part) if part.isdigit() else part for part in key.split(".")]
+    inner: Any = values
+    for part, child in pairwise(parts):
+        if isinstance(part, str):
+            inner.setdefault(part, [{}] if isinstance(child, int) else {})
+        inner = inner[part]
+    inner[parts[-1]] = value
     return values
 
 
@@ -61,6 +64,9 @@ def test_the_reference_job(root: Path) -> None:
         ("drafter.epochz", 3),
         ("drafter.shape.heads", 4),
         ("traces.max_token", 5),
+        ("traces.temperature", 0.5),
+        ("traces.sampling.0.temp", 1),
+        ("prompts.sources.0.paths", "x"),
     ],
 )
 def test_an_unknown_key_is_named(values: dict[str, Any], tmp_path: Path, key: str, value: Any) -> None:
@@ -79,6 +85,11 @@ def test_an_unknown_key_is_named(values: dict[str, Any], tmp_path: Path, key: st
         ("name", "../up"),
         ("name", "latest"),  # runs/latest is the link to the newest run
         ("prompts.sources", []),
+        ("prompts.sources", "prompts.jsonl"),
+        ("prompts.sources.0", "prompts.jsonl"),
+        ("prompts.sources.0.path", ""),
+        ("prompts.sources.0.weight", 0),
+        ("prompts.sources.0.weight", float("inf")),
         ("prompts.limit", 2),
         ("prompts.held_out_ratio", 1),
         ("prompts.held_out_ratio", -0.1),
@@ -89,10 +100,20 @@ def test_an_unknown_key_is_named(values: dict[str, Any], tmp_path: Path, key: st
         ("servers.device", "tpu"),
         ("servers.gpus", 0),
         ("traces.max_tokens", 0),
-        ("traces.temperature", -1),
-        ("traces.temperature", float("inf")),
-        ("traces.top_p", 0),
+        ("traces.sampling", []),
+        ("traces.sampling.0.weight", 0),
+        ("traces.sampling.0.temperature", -1),
+        ("traces.sampling.0.temperature", float("inf")),
+        ("traces.sampling.0.top_p", 0),
+        ("traces.sampling.0.top_p", 1.1),
+        ("traces.sampling.0.top_k", -1),
+        ("traces.sampling.0.reasoning_effort", "extreme"),
         ("traces.max_attempts", 0),
+        ("traces.endpoint_patience_s", 0),
+        ("traces.min_supervised_share", -0.1),
+        ("traces.max_supervised_share", 1.1),
+        ("traces.max_truncated_share", 1.1),
+        ("traces.max_mismatch_share", 1),
         ("features.layer_ids", []),
         ("features.max_lost_share", 1.5),
         ("vocabulary.size", 0),
@@ -119,6 +140,9 @@ def test_a_bad_value_is_named(values: dict[str, Any], tmp_path: Path, key: str, 
         ("features.layer_ids", [2, 2], "distinct"),
         ("features.layer_ids", [-1, 2], "not negative"),
         ("prompts.held_out_ratio", 0, "held_out_sources"),
+        ("prompts.sources", [{"path": "a", "weight": 1}, {"path": "b"}], "every one of sources a weight, or none"),
+        ("prompts.held_out_sources", [{"path": "a", "weight": 1}], "weights belong to sources"),
+        ("traces", {"min_supervised_share": 0.5, "max_supervised_share": 0.4}, "min_supervised_share"),
         ("verifier.trust_remote_code", True, "pinned revision"),
         ("servers.features_endpoints", ["http://127.0.0.1:1/v1"], "features_storage"),
         ("servers", {"gpus": 3, "tensor_parallel": 2}, "multiple"),
@@ -198,8 +222,19 @@ def test_recipes_leave_out_what_cannot_change_the_outcome(make_config: Callable[
 
 
 def test_equal_numbers_make_equal_recipes(make_config: Callable[..., RunConfig]) -> None:
-    whole, real = make_config(traces={"temperature": 1}), make_config(traces={"temperature": 1.0})
+    whole, real = (make_config(traces={"sampling": [{"temperature": given}]}) for given in (1, 1.0))
     assert digest(whole.traces.recipe()) == digest(real.traces.recipe())
+
+
+def test_where_a_source_lies_is_no_part_of_its_recipe() -> None:
+    one, other = (config.Source(path=path, domain="d") for path in ("a.jsonl", "b.jsonl"))
+    assert one.recipe() == other.recipe()
+    assert set(one.recipe()) == {"weight", "domain", "split", "subset", "revision"}
+
+
+def test_a_trace_is_greedy_unless_the_configuration_says_otherwise(make_config: Callable[..., RunConfig]) -> None:
+    (only,) = make_config().traces.sampling
+    assert (only.temperature, only.top_p, only.top_k, only.thinking, only.reasoning_effort) == (0, 1, 0, True, None)
 
 
 def test_every_field_has_a_description() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from safetensors import safe_open
 
@@ -67,9 +68,39 @@ def test_prompts_are_counted_when_they_are_there(
     make_config: Callable[..., RunConfig], write_prompts: Callable[..., str]
 ) -> None:
     source = write_prompts([f"prompt {i}" for i in range(50)] + ["prompt 0"])
-    estimate = plan(make_config(prompts={"sources": [source], "held_out_ratio": 0.2}))
+    estimate = plan(make_config(prompts={"sources": [{"path": source}], "held_out_ratio": 0.2}))
     assert (estimate["prompts"], estimate["traced_prompts"]) == (50, 40)
-    assert plan(make_config(prompts={"sources": [source], "limit": 10}))["prompts"] == 10
+    assert plan(make_config(prompts={"sources": [{"path": source}], "limit": 10}))["prompts"] == 10
+
+
+def test_weights_and_limit_count_as_in_the_run(
+    make_config: Callable[..., RunConfig], write_prompts: Callable[..., str]
+) -> None:
+    code, math = write_prompts([f"c {i}" for i in range(45)], "c.jsonl"), write_prompts([*"abcdefgh", "c 0"], "m.jsonl")
+    sources = [{"path": code, "weight": 3}, {"path": math, "weight": 1}]
+    mixed = {"sources": sources, "held_out_ratio": 0.25}
+    estimate = plan(make_config(prompts=mixed))
+    assert (estimate["prompts"], estimate["traced_prompts"]) == (32, 24)  # 8 are a quarter
+    assert plan(make_config(prompts=mixed | {"limit": 20}))["prompts"] == 20
+    plain = [{"path": code}, {"path": math}]
+    assert plan(make_config(prompts={"sources": plain}))["prompts"] == 53
+
+
+def test_planning_downloads_nothing(make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*given: Any, **more: Any) -> None:
+        raise AssertionError("asked the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", download)
+    wanted = {"sources": [{"path": "org/data"}], "expected_prompts": 9}
+    assert plan(make_config(prompts=wanted))["prompts"] == 9
+
+
+def test_a_data_set_of_the_hub_is_counted_when_nothing_is_expected(
+    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = datasets.Dataset.from_list([{"prompt": f"p {i}"} for i in range(30)])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **more: rows)
+    assert plan(make_config(prompts={"sources": [{"path": "org/data"}]}))["prompts"] == 30
 
 
 def test_the_pocket_verifier_is_counted_from_its_own_weights(make_config: Callable[..., RunConfig], root: Path) -> None:

@@ -41,8 +41,3 @@ def test_training_needs_training_lines() -> None:
     picture = plots.training(rows)
     assert picture is not None
     assert picture.startswith(PNG)
-
-
-@pytest.mark.parametrize("tokens", [[5], [1, 2, 3] * 20])
-def test_lengths(tokens: list[int]) -> None:
-    assert plots.lengths(tokens).startswith(PNG)

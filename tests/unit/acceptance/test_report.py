@@ -9,13 +9,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from slipstream.acceptance import report
 from slipstream.artifact import Artifact, claim
 from slipstream.config import RunConfig
+from slipstream.traces.summary import Summary
+from slipstream.traces.trace import Trace
 
 EVIL = '</pre><script>alert("x")</script><img src=x onerror=alert(1)>{{ 7 * 7 }}'
 FIGURES: dict[str, Any] = {
@@ -74,14 +74,23 @@ def stage_folder(workdir: Path, stage: str, write: Callable[[Path], list[str]], 
         return folder.commit(version=1, recipe={}, inputs={}, content=stage, files=files, counts=counts)
 
 
+def summary() -> dict[str, Any]:
+    """A traces summary with one domain, whose name tries to break out as well."""
+    made = Summary()
+    made.accept(EVIL, Trace("k", (1, 2), (3, 4, 5), "stop", None, None), 1)
+    return {**made.figures(), "splits": {"train": 1, "validation": 0}, "execution": None}
+
+
 @pytest.fixture
 def stages(tmp_path: Path) -> dict[str, Artifact]:
     """Finished stages whose traces try to break out of the page."""
 
     def traces(folder: Path) -> list[str]:
-        row = {"input_ids": [1, 2, 3], "kind": EVIL, "thinking": EVIL, "answer": EVIL}
-        pq.write_table(pa.Table.from_pylist([row, row | {"thinking": None}]), folder / "traces.parquet")
-        return ["traces.parquet"]
+        segments = [{"kind": kind, "text": EVIL, "tokens": 7} for kind in ("prompt", "thinking", "answer")]
+        sample = {"key": "k", "kind": EVIL, "turn": 0, "finish_reason": "stop", "segments": segments}
+        (folder / "samples.json").write_text(json.dumps([sample, sample | {"segments": segments[:2]}]))
+        (folder / "summary.json").write_text(json.dumps(summary()))
+        return ["samples.json", "summary.json"]
 
     def figures(folder: Path) -> list[str]:
         (folder / "acceptance.json").write_text(json.dumps(FIGURES))
@@ -96,21 +105,34 @@ def stages(tmp_path: Path) -> dict[str, Artifact]:
 
 
 class Tags(HTMLParser):
-    """Which elements a page really has, and the text of its <pre> blocks."""
+    """Which elements a page really has: the text of <pre> blocks and table cells, links, names of pictures."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self.open: list[str] = []
         self.pre: list[str] = []
+        self.cells: list[str] = []
+        self.links: list[str] = []
+        self.pictures: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.seen.append(tag)
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
         if tag == "pre":
             self.pre.append("")
+        self.links += [value for name, value in attrs if name == "href"]
+        self.pictures += [value for name, value in attrs if name == "alt"]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.pre:
+        if "pre" in self.open:
             self.pre[-1] += data
+        elif self.open[-1:] == ["td"]:
+            self.cells.append(data)
 
 
 def write(config: RunConfig, stages: dict[str, Artifact]) -> Path:
@@ -128,6 +150,18 @@ def test_model_text_is_escaped(
     assert len(page.pre) == 2
     assert page.pre[0].count(EVIL) == 3
     assert page.pre[1].count(EVIL) == 2
+    assert EVIL in page.cells
+    assert not page.open
+
+
+def test_the_traces_have_their_own_page(make_config: Callable[..., RunConfig], stages: dict[str, Artifact]) -> None:
+    page = Tags()
+    folder = write(make_config(), stages)
+    page.feed((folder / "report.html").read_text())
+    (link,) = page.links
+    assert link == "traces/report.html"
+    assert (folder / link).parent.resolve() == stages["traces"].folder
+    assert "Trace lengths" in page.pictures
 
 
 def test_the_folder_and_its_links(make_config: Callable[..., RunConfig], stages: dict[str, Artifact]) -> None:

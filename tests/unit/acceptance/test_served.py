@@ -36,7 +36,8 @@ def test_answers_are_in_prompt_order(stub: StubServer) -> None:
     for i, text in enumerate(TEXTS):
         stub.on(text, Reply(delay_s=0.01 * (i % 3)))
     measured, told = run(stub)
-    assert [list(trace.output_ids) for trace in measured.traces] == [ids_of(text)[1] for text in TEXTS]
+    outputs = [[list(trace.output_ids) for trace in turns] for turns in measured.conversations]
+    assert outputs == [[ids_of(text)[1]] for text in TEXTS]
     assert measured.output_tokens == sum(len(ids_of(text)[1]) for text in TEXTS)
     assert told == 12
     assert 0 < measured.seconds < 5
@@ -63,3 +64,24 @@ def test_a_failed_answer_is_one_error_of_ours(stub: StubServer, reply: Reply, wh
     stub.on(TEXTS[which], reply)
     with pytest.raises(SlipstreamError):
         run(stub)
+
+
+def test_a_conversation_is_had_turn_by_turn(stub: StubServer) -> None:
+    stub.on("u1", Reply(answer="fresh"))
+    turns = [
+        {"role": "user", "content": "u1"},
+        {"role": "assistant", "content": "old"},
+        {"role": "user", "content": "u2"},
+    ]
+    config = AcceptanceConfig(max_tokens=9, concurrency=4, request_timeout_s=5)
+    measured = measure(Endpoint(stub.url, "stub"), [parse({"messages": turns})], config, lambda: None)
+    assert [list(trace.output_ids) for trace in measured.conversations[0]] == [ids_of("u1")[1], ids_of("u2")[1]]
+    assert [turn["content"] for turn in stub.asked()[-1]["messages"]] == ["u1", "fresh", "u2"]
+
+
+def test_tools_without_a_parser_are_not_called(stub: StubServer) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    config = AcceptanceConfig(max_tokens=9, concurrency=4, request_timeout_s=5)
+    for parsed in (False, True):
+        measure(Endpoint(stub.url, "stub"), [parse({"prompt": "x", "tools": [tool]})], config, lambda: None, parsed)
+    assert [body.get("tool_choice") for body in stub.asked()] == ["none", "none", None, None]

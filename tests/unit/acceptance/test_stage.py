@@ -20,7 +20,7 @@ OUTPUTS = [(1, 2, 3, 4), (5, 6), (7, 8, 9, 10)]  # ten tokens
 def measurement(seconds: float, outputs: list[tuple[int, ...]] = OUTPUTS, **counted: Any) -> Measurement:
     """One pass over three prompts."""
     traces = [Trace(f"k{i}", (0,), output, "stop", None, None) for i, output in enumerate(outputs)]
-    return Measurement(traces, seconds, Counters(**counted))
+    return Measurement([[trace] for trace in traces], seconds, Counters(**counted))
 
 
 ONE = {"drafts": 2, "draft_tokens": 6, "accepted": 3, "per_position": {0: 2, 1: 1, 2: 0}}

@@ -2,90 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 from stub_server import CUT, END, THINK_CLOSE, Reply, StubServer, ids_of
 
-from slipstream.artifact import Artifact
-from slipstream.config import RunConfig
-from slipstream.errors import ServerError, StageFailed
-from slipstream.progress import Progress, silent
-from slipstream.serving import Endpoint
-from slipstream.traces import prompt_set, stage
+from slipstream.errors import InputError, StageFailed, TransientError
+from slipstream.progress import Progress
 from slipstream.traces.pool import TracePool
 from slipstream.traces.prompts import parse
+from tests.unit.traces.conftest import Runner, rejects_of, rows_of, summary_of
 
 TEXTS = [f"prompt {i}" for i in range(30)]
 pytestmark = pytest.mark.usefixtures("no_backoff")
 
 
-class Runner:
-    """Runs prompts and traces in one work directory against one stub."""
-
-    def __init__(self, stub: StubServer, make: Callable[..., RunConfig], write: Callable[..., str], root: Path) -> None:
-        self.stub, self._make, self._write, self.root = stub, make, write, root
-        self.entered = 0
-        self.replicas: list[StubServer] = []
-
-    @contextmanager
-    def servers(self, logs: Path) -> Iterator[Sequence[Endpoint]]:
-        """The stub and its further replicas."""
-        self.entered += 1
-        yield [Endpoint(server.url, "stub") for server in (self.stub, *self.replicas)]
-
-    def config(self, rows: list[Any], **traces: Any) -> RunConfig:
-        """A configuration for these rows."""
-        return self._make(prompts={"sources": [self._write(rows)]}, traces=traces)
-
-    def prompts(self, rows: list[Any]) -> Artifact:
-        """The prompt set of these rows."""
-        return prompt_set.run(self.root, self.config(rows).prompts)
-
-    def __call__(self, rows: list[Any], report: Callable[[Progress], None] = silent, **traces: Any) -> Artifact:
-        config = self.config(rows, **traces)
-        return stage.run(self.root, config, prompt_set.run(self.root, config.prompts), self.servers, report)
-
-    def at(self, root: Path) -> Runner:
-        """The same in another work directory."""
-        return Runner(self.stub, self._make, self._write, root)
-
-
-@pytest.fixture
-def run(
-    stub: StubServer, make_config: Callable[..., RunConfig], write_prompts: Callable[..., str], tmp_path: Path
-) -> Runner:
-    """A runner in the test's own work directory."""
-    return Runner(stub, make_config, write_prompts, tmp_path / "work")
-
-
-def traced(run: Runner, rows: list[Any]) -> list[str]:
-    """The texts that are traced (train and validation), in the artifact's order."""
-    made = run.prompts(rows)
-    parts = [prompt_set.load(made, part) for part in ("train", "validation")]
-    return [prompt.messages[-1]["content"] for part in parts for prompt in part]
-
-
-def rows_of(artifact: Artifact) -> list[dict[str, Any]]:
-    """All rows of traces.parquet."""
-    return pq.read_table(artifact.folder / "traces.parquet").to_pylist()
-
-
-def rejects_of(folder: Path) -> list[dict[str, Any]]:
-    """All rows of rejects.jsonl."""
-    return [json.loads(line) for line in (folder / "rejects.jsonl").read_text().splitlines()]
-
-
 def test_rows_are_what_the_server_said(run: Runner) -> None:
     made = run(TEXTS)
     expected = []
-    for text in traced(run, TEXTS):
+    for text in run.traced(TEXTS):
         prompt, output = ids_of(text)
         expected.append(
             {
@@ -98,6 +34,10 @@ def test_rows_are_what_the_server_said(run: Runner) -> None:
                 "thinking": "so",
                 "answer": "yes",
                 "kind": "all",
+                "turn": 0,
+                "tool_calls": None,
+                "sampling": '{"max_tokens": 16, "temperature": 0.0}',
+                "ids": "server",
             }
         )
     found = rows_of(made)
@@ -111,7 +51,7 @@ def test_rows_are_what_the_server_said(run: Runner) -> None:
 def test_held_out_prompts_are_not_asked(run: Runner) -> None:
     run(TEXTS)
     asked = {body["messages"][-1]["content"] for body in run.stub.asked()}
-    assert asked == set(traced(run, TEXTS))
+    assert asked == set(run.traced(TEXTS))
     assert len(run.stub.asked()) == len(asked) < len(TEXTS)
 
 
@@ -122,7 +62,9 @@ def test_bytes_do_not_depend_on_the_order_of_arrival(
     add = TracePool.add
     for seed in (1, 2):
         order: list[str] = []
-        monkeypatch.setattr(TracePool, "add", lambda pool, trace, o=order: (o.append(trace.key), add(pool, trace)))
+        monkeypatch.setattr(
+            TracePool, "add", lambda pool, *row, o=order, **more: (o.append(row[1].key), add(pool, *row, **more))
+        )
         lot = random.Random(seed)
         for text in TEXTS:
             run.stub.on(text, Reply(delay_s=lot.uniform(0, 0.05)))
@@ -159,7 +101,7 @@ def test_reordered_prompts_ask_for_nothing(run: Runner) -> None:
 def test_one_more_prompt_is_one_request(run: Runner) -> None:
     run(TEXTS)
     asked = len(run.stub.asked())
-    more = next(text for text in map("extra {}".format, range(99)) if text in traced(run, [*TEXTS, text]))
+    more = next(text for text in map("extra {}".format, range(99)) if text in run.traced([*TEXTS, text]))
     made = run([*TEXTS, more])
     assert [body["messages"][-1]["content"] for body in run.stub.asked()[asked:]] == [more]
     assert made.manifest().work["requested"] == 1
@@ -185,23 +127,23 @@ def test_a_damaged_artifact_is_made_again_from_the_pool(run: Runner) -> None:
 
 
 def test_a_prompt_that_the_server_refuses_is_listed(run: Runner) -> None:
-    refused = traced(run, TEXTS)[5]
+    refused = run.traced(TEXTS)[5]
     run.stub.on(refused, Reply(status=400))
     made = run(TEXTS)
     rejects = rejects_of(made.folder)
     assert [row["key"] for row in rejects] == [parse({"prompt": refused}).key]
     assert "HTTP 400" in rejects[0]["reason"]
     assert run.stub.hits(refused) == 1
-    assert len(rows_of(made)) == len(traced(run, TEXTS)) - 1
+    assert len(rows_of(made)) == len(run.traced(TEXTS)) - 1
 
 
 def test_losses_above_the_limit_fail_and_lose_nothing(run: Runner) -> None:
-    every = traced(run, TEXTS)
+    every = run.traced(TEXTS)
     refused = every[:4]
     for text in refused:
         run.stub.on(text, Reply(status=400), Reply())
     first = min(parse({"prompt": text}).key for text in refused)
-    with pytest.raises(StageFailed, match=rf"4 of {len(every)} prompts .* first is {first} \(.*HTTP 400") as caught:
+    with pytest.raises(StageFailed, match=rf"4 of {len(every)} have .* first is {first} .*\(HTTP 400") as caught:
         run(TEXTS)
     assert len(str(caught.value).splitlines()) == 1
     asked = len(run.stub.asked())
@@ -219,13 +161,13 @@ def test_nothing_accepted_is_a_failure(run: Runner) -> None:
 
 def test_a_verifier_that_never_thinks_fails(run: Runner) -> None:
     run.stub.default = Reply(spelling=None, output_ids=(7, END))
-    with pytest.raises(StageFailed, match="no_reasoning"):
+    with pytest.raises(StageFailed, match=r"no_reasoning.*verifier\.reasoning_parser"):
         run(TEXTS)
-    assert len(rows_of(run(TEXTS, reasoning=False))) == len(traced(run, TEXTS))
+    assert len(rows_of(run(TEXTS, reasoning=False))) == len(run.traced(TEXTS))
 
 
 def test_cut_answers_stay_open_and_are_counted(run: Runner) -> None:
-    cut = traced(run, TEXTS)[:3]
+    cut = run.traced(TEXTS)[:3]
     for text in cut:
         run.stub.on(text, CUT)
     made = run(TEXTS)
@@ -238,32 +180,32 @@ def test_cut_answers_stay_open_and_are_counted(run: Runner) -> None:
 
 
 def test_text_that_is_not_valid_unicode_loses_at_most_its_row(run: Runner) -> None:
-    every = traced(run, TEXTS)
+    every = run.traced(TEXTS)
     run.stub.on(every[0], Reply(answer="half \ud83d"))
     kept = [row["key"] for row in rows_of(run(TEXTS))]
     assert set(kept) >= {parse({"prompt": text}).key for text in every[1:]}
 
 
-@pytest.mark.parametrize("reply", [Reply(with_ids=False), Reply(raw=("text/html", b"<p>proxy</p>"))])
-def test_a_server_that_breaks_the_contract_is_one_error(run: Runner, reply: Reply) -> None:
-    run.stub.default = reply
-    with pytest.raises(ServerError):
+def test_a_server_that_answers_nonsense_loses_its_prompts(run: Runner) -> None:
+    run.stub.default = Reply(raw=("text/html", b"<p>proxy</p>"))
+    with pytest.raises(StageFailed, match="malformed"):
         run(TEXTS)
 
 
 def test_progress_counts_every_prompt(run: Runner) -> None:
     seen: list[Progress] = []
     run(TEXTS, report=seen.append)
-    total = len(traced(run, TEXTS))
+    total = len(run.traced(TEXTS))
     assert [(p.done, p.total) for p in seen] == [(i, total) for i in range(1, total + 1)]
+    assert seen[-1].figures["failed"] == 0
 
 
 def test_sampled_requests_carry_a_seed_of_their_own(run: Runner, tmp_path: Path) -> None:
-    run(TEXTS, temperature=0.7)
+    run(TEXTS, sampling=[{"temperature": 0.7}])
     first = {body["messages"][-1]["content"]: body["seed"] for body in run.stub.asked()}
     assert len(set(first.values())) == len(first)
     assert all(0 <= seed < 2**31 for seed in first.values())
-    run.at(tmp_path / "again")(TEXTS, temperature=0.7)
+    run.at(tmp_path / "again")(TEXTS, sampling=[{"temperature": 0.7}])
     second = {body["messages"][-1]["content"]: body["seed"] for body in run.stub.asked()[len(first) :]}
     assert second == first
 
@@ -286,5 +228,134 @@ def test_replicas_share_the_work(run: Runner) -> None:
         run.replicas.append(second)
         made = run(TEXTS)
         asked = [[body["messages"][-1]["content"] for body in server.asked()] for server in (run.stub, second)]
-    assert sorted(asked[0] + asked[1]) == sorted(traced(run, TEXTS))
+    assert sorted(asked[0] + asked[1]) == sorted(run.traced(TEXTS))
     assert min(map(len, asked)) > len(rows_of(made)) / 4
+
+
+def test_changing_one_prompt_costs_one_request(run: Runner) -> None:
+    run(TEXTS)
+    asked = len(run.stub.asked())
+    changed = run.traced(TEXTS)[3]
+    made = next(text for text in map("changed {}".format, range(99)) if text in run.traced([*TEXTS, text]))
+    rows = [made if text == changed else text for text in TEXTS]
+    random.Random(1).shuffle(rows)
+    assert run(rows).manifest().work["requested"] == 1
+    assert [body["messages"][-1]["content"] for body in run.stub.asked()[asked:]] == [made]
+
+
+def test_a_failure_is_asked_again_by_the_next_execution_alone(run: Runner) -> None:
+    every = run.traced(TEXTS)
+    run.stub.on(every[2], Reply(status=500), Reply(status=500), Reply(status=500), Reply())
+    first = run(TEXTS)
+    assert first.manifest().work["failed"] == 1
+    assert [row["reason"] for row in rejects_of(first.folder)] == ["HTTP 500: stub says 500"]
+    asked = len(run.stub.asked())
+    again = run(TEXTS, keep_truncated=False)  # another artifact over the same pool
+    assert [body["messages"][-1]["content"] for body in run.stub.asked()[asked:]] == [every[2]]
+    assert len(rows_of(again)) == len(every)
+
+
+def test_a_reject_names_file_and_row(run: Runner) -> None:
+    refused = run.traced(TEXTS)[0]
+    run.stub.on(refused, Reply(status=400))
+    reject = rejects_of(run(TEXTS).folder)[0]
+    assert (Path(reject["file"]).name, reject["row"]) == ("prompts.jsonl", TEXTS.index(refused) + 1)
+
+
+def test_every_key_ends_in_exactly_one_place(run: Runner) -> None:
+    every = run.traced(TEXTS)
+    run.stub.on(every[1], Reply(status=400))
+    run.stub.on(every[4], Reply(drop=True), Reply(status=503), Reply())
+    run.stub.on(every[7], CUT)
+    made = run(TEXTS, keep_truncated=False, max_rejected_share=0.2)
+    kept = [row["key"] for row in rows_of(made)]
+    rejected = [row["key"] for row in rejects_of(made.folder)]
+    assert sorted(kept + rejected) == sorted(parse({"prompt": text}).key for text in every)
+    assert sorted(rejected) == sorted(parse({"prompt": every[i]}).key for i in (1, 7))
+
+
+def test_too_many_cut_answers_fail(run: Runner) -> None:
+    every = run.traced(TEXTS)
+    for text in every[: len(every) * 2 // 3]:
+        run.stub.on(text, CUT)
+    with pytest.raises(StageFailed, match=r"of the answers were cut by max_tokens 16.*raise traces\.max_tokens"):
+        run(TEXTS)
+    assert len(rows_of(run(TEXTS, max_truncated_share=0.7))) == len(every)
+
+
+def test_mass_failure_stops_asking(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.traces.generate.MANY_FAILURES", 5)
+    run.stub.default = Reply(status=400)
+    with pytest.raises(StageFailed, match="no usable trace"):
+        run(TEXTS, concurrency=1)
+    assert len(run.stub.asked()) == 6
+
+
+def test_servers_that_stay_away_are_transient_and_lose_nothing(run: Runner) -> None:
+    every = run.traced(TEXTS)
+    run.stub.on_chat(lambda body, number: Reply(delay_s=0 if len(run.stub.asked()) < 10 else 30))
+
+    def leave(progress: Progress) -> None:
+        if progress.done == 8:
+            run.stub.away()
+
+    with pytest.raises(TransientError, match="what was answered is kept"):
+        run(TEXTS, report=leave, endpoint_patience_s=1, concurrency=4)
+    run.stub.back()
+    run.stub.on_chat(lambda body, number: Reply())
+    asked = len(run.stub.asked())
+    made = run(TEXTS)
+    reused = made.manifest().work["reused"]
+    assert 8 <= reused < 12
+    assert len(run.stub.asked()) - asked == len(every) - reused
+    assert len(rows_of(made)) == len(every)
+
+
+def test_the_summary_counts(run: Runner) -> None:
+    every = run.traced(TEXTS)
+    run.stub.on(every[0], CUT)
+    run.stub.on(every[1], Reply(status=400))
+    made = run(TEXTS)
+    summary = summary_of(made)
+    outputs = [3 if text == every[0] else len(ids_of(text)[1]) for text in every if text != every[1]]
+    assert summary["total"]["rows"] == len(every) - 1
+    assert summary["total"]["output_tokens"] == sum(outputs)
+    assert summary["truncated_answers"] == 1
+    assert summary["reasons"] == {"HTTP 400": 1}
+    assert summary["token_ids"] == {"server": len(every) - 1}
+    assert summary["execution"]["special_tokens"] == "equal"
+    assert 0 <= summary["execution"]["throughput"]["client_cpu_share"] <= 1.5
+
+
+def test_a_mixture_of_sampling_is_recorded_by_row(run: Runner) -> None:
+    modes = [
+        {"weight": 1, "temperature": 0.6, "reasoning_effort": "low"},
+        {"weight": 1, "temperature": 1.0, "top_p": 0.9, "top_k": 20},
+    ]
+    run(TEXTS, sampling=modes)
+    bodies = {body["messages"][-1]["content"]: body for body in run.stub.asked()}
+    assert {(body["temperature"], body.get("reasoning_effort"), body.get("top_k")) for body in bodies.values()} == {
+        (0.6, "low", None),
+        (1.0, None, 20),
+    }
+
+
+def test_an_answer_without_thinking_where_none_was_asked(run: Runner) -> None:
+    run.stub.default = Reply(spelling=None, output_ids=(7, END))
+    made = run(TEXTS, sampling=[{"thinking": False}])
+    assert len(rows_of(made)) == len(run.traced(TEXTS))
+    assert run.stub.asked()[0]["chat_template_kwargs"] == {"thinking": False, "enable_thinking": False}
+
+
+def test_another_tokenizer_on_the_server_aborts_before_anything_is_asked(run: Runner) -> None:
+    run.stub.on_tokenize(lambda body: [1, 2, 3])
+    with pytest.raises(InputError, match=r"<think> is 504 in the files and"):
+        run(TEXTS)
+    assert not run.stub.asked()
+
+
+def test_a_server_without_tokenizer_endpoint_still_works(run: Runner) -> None:
+    run.stub.on_tokenize(lambda body: 404)
+    made = run(TEXTS)
+    assert len(rows_of(made)) == len(run.traced(TEXTS))
+    assert summary_of(made)["execution"]["special_tokens"] == "not told by the server"

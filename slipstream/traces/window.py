@@ -1,0 +1,78 @@
+"""How many requests to keep in flight at one server: grows while its throughput grows, backs off when it says so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+START = 16  # or half the maximum: whoever allows hundreds means a server that takes them
+GAIN = 1.05  # a larger window must bring this much more throughput to be kept growing
+PATIENCE = 8  # windows without gain after which a larger one is tried again: the load may have changed
+CALM_S = 1.0  # one back-off for all the refusals of the same moment
+
+
+class Window:
+    """The bound on requests in flight at one server, between 1 and `maximum`.
+
+    Doubles after each window of `limit` answers whose tokens a second beat the best so far by GAIN, until the
+    server first refuses (429, 503); a refusal halves it, and growth is by an eighth from then on.  It grows only
+    while it is the limit: answers given while slots were free say nothing about a larger window.
+    """
+
+    def __init__(self, maximum: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.maximum = maximum
+        self.limit = min(maximum, max(START, maximum // 2))
+        self.backoffs = 0
+        self._clock = clock
+        self._refused_at = float("-inf")
+        self._best = 0.0
+        self._flat = 0
+        self._trial_of: int | None = None  # the window to return to when a larger one brings nothing
+        self._restart()
+
+    def _restart(self) -> None:
+        self._since = self._clock()
+        self._answers = self._tokens = 0
+        self._full = False
+
+    def used(self, in_flight: int) -> None:
+        """Notes how many requests are in flight after one was sent."""
+        self._full = self._full or in_flight >= self.limit
+
+    def answered(self, tokens: int) -> None:
+        """Notes an answer of so many tokens."""
+        self._answers += 1
+        self._tokens += tokens
+        if self._answers < self.limit:
+            return
+        rate = self._tokens / max(self._clock() - self._since, 1e-9)
+        if self._full and (self.limit < self.maximum or self._trial_of is not None):
+            self._judge(rate)
+        self._restart()
+
+    def _judge(self, rate: float) -> None:
+        if rate > self._best * GAIN:
+            self._best, self._flat, self._trial_of = rate, 0, None
+            self._grow()
+        elif self._trial_of is not None:
+            self.limit, self._trial_of = self._trial_of, None
+        else:
+            self._flat += 1
+            if self._flat > PATIENCE:
+                self._best, self._flat, self._trial_of = rate, 0, self.limit
+                self._grow()
+
+    def _grow(self) -> None:
+        step = max(1, self.limit // 8) if self.backoffs else self.limit
+        self.limit = min(self.maximum, self.limit + step)
+
+    def refused(self) -> None:
+        """Notes that the server asked for less."""
+        now = self._clock()
+        if now - self._refused_at < CALM_S:
+            return
+        self._refused_at = now
+        self.backoffs += 1
+        self.limit = max(1, self.limit // 2)
+        self._best, self._flat, self._trial_of = 0.0, 0, None
+        self._restart()
