@@ -169,7 +169,7 @@ def recorded(folder: Path) -> dict[str, float]:
     if not files:
         return {}
     with sqlite3.connect(f"file:{files[0]}?mode=ro", uri=True, timeout=30) as ledger:
-        rows = ledger.execute("SELECT json_extract(row, '$.key'), at FROM rows")
+        rows = ledger.execute("SELECT json_extract(rest, '$.key'), at FROM rows")
         return dict(rows.fetchall())
 
 

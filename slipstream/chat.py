@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import orjson
 
 from slipstream.errors import ServerError, SlipstreamError, TransientError, is_transient_status
 from slipstream.serving import Endpoint, authorization
@@ -140,7 +141,7 @@ class Server:
         if response.status != 200:
             raise _failure(response, data)
         try:
-            answer = json.loads(data)
+            answer = _decode(data)
         except ValueError as error:
             raise TransientError(f"malformed: the answer is not JSON ({data[:60]!r})") from error
         if not isinstance(answer, dict):
@@ -158,6 +159,13 @@ class _NoSuchPage(Refused):
 
 def _encode(body: dict[str, Any]) -> bytes:
     return _COMPACT.encode(body).encode("ascii")
+
+
+def _decode(data: bytes) -> Any:
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return json.loads(data)  # takes half of a surrogate pair, which a model can write
 
 
 def _failure(response: aiohttp.ClientResponse, data: bytes) -> SlipstreamError:

@@ -28,9 +28,10 @@ from slipstream.traces.throughput import Throughput
 from slipstream.traces.trace import SERVER, Trace
 from slipstream.verifier import folder_of
 
-TEMPLATE_MARGIN, TURN_BYTES = 16, 64
+TEMPLATE_MARGIN = 16
 MANY_FAILURES = 100  # below so many a share says little
-Asked = Callable[[], Iterable[Prompt]]
+COMMIT_EVERY_S = 0.05  # answers that arrive faster than this share a commit
+Asked = Callable[[int], Iterable[tuple[str, Prompt]]]
 
 
 @dataclass
@@ -53,7 +54,9 @@ class Outcome:
 def generate(
     asked: Asked, total: int, endpoints: Sequence[Endpoint], config: RunConfig, pool: TracePool, report: Report
 ) -> Outcome:
-    """Asks for every prompt that `asked()` gives (`total` of them) and records each turn as it arrives.
+    """Asks for every prompt that `asked` gives (`total` of them) and records each turn as it arrives.
+
+    `asked(longer_than)` gives row keys and prompts, without those whose record has no more bytes than that.
 
     Raises InputError when the server's special tokens are not the verifier's, TransientError when all servers
     stay away.  A prompt that fails is recorded with its reason and the others go on; when more have failed than
@@ -71,18 +74,21 @@ async def _generate(
         generation = _Generation(config, pool, report, total)
         fleet = sailing(servers, traces.concurrency, traces.endpoint_patience_s, generation.admit)
         generation.fleet = await stack.enter_async_context(fleet)
-        await generation.check_lengths(asked())
+        await generation.check_lengths(asked)
         sampler = asyncio.ensure_future(generation.throughput.sample())
         stack.callback(sampler.cancel)
-        queue = iter(asked())
+        queue = iter(asked(0))
 
         async def work() -> None:
-            for prompt in queue:
+            for key, prompt in queue:
                 if generation.outcome.stopped:
                     return
-                await generation.converse(prompt)
+                await generation.converse(key, prompt)
 
-        await run_workers(work, min(traces.concurrency, total))
+        try:
+            await run_workers(work, min(traces.concurrency, total))
+        finally:
+            pool.commit()
         return generation.end()
 
 
@@ -101,6 +107,7 @@ class _Generation:
         self.throughput = Throughput()
         self.context: int | None = None  # the smallest of the servers'
         self._template_tokens = 0  # what the chat template adds to a conversation, and a margin
+        self._committed = 0.0
         self._lengths: dict[str, int] = {}  # tokens of the prompts that may not fit with a full answer
         self._renderer: Renderer | None = None
 
@@ -115,38 +122,42 @@ class _Generation:
             ids = await server.tokenize_chat([{"role": "user", "content": "a"}], [], {})
             self._template_tokens = max(self._template_tokens, len(ids or ()) + TEMPLATE_MARGIN)
 
-    async def check_lengths(self, asked: Iterable[Prompt]) -> None:
-        """Measures, by the server's own tokenizer, the prompts that may not fit; records those that do not."""
+    async def check_lengths(self, asked: Asked) -> None:
+        """Measures, by the server's own tokenizer, the prompts that may not fit; records those that do not.
+
+        No token is shorter than a byte, so a record with no more bytes than there is room fits.
+        """
+        if self.context is None:
+            return
         turn = itertools.cycle([lane.server for lane in self.fleet.lanes])
-        queue = iter(asked)
+        queue = iter(asked(max(0, self.context - self.config.traces.max_tokens - self._template_tokens)))
 
         async def work() -> None:
-            for prompt in queue:
+            for key, prompt in queue:
                 messages = next_messages(prompt, ()) or []
-                if not self._settled(messages, prompt):
-                    template = sampling.fields(self.config.traces, prompt.key).get("chat_template_kwargs", {})
-                    try:
-                        ids = await next(turn).tokenize_chat(messages, prompt.tools, template)
-                    except (chat.Refused, TransientError):
-                        continue  # the request itself will tell
-                    if ids is not None:
-                        self._lengths[prompt.key] = len(ids)
-                        if self._room(len(ids)) < 1:
-                            self._fail(prompt, self._too_long(len(ids)))
+                template = sampling.fields(self.config.traces, prompt.key).get("chat_template_kwargs", {})
+                try:
+                    ids = await next(turn).tokenize_chat(messages, prompt.tools, template)
+                except (chat.Refused, TransientError):
+                    continue  # the request itself will tell
+                if ids is not None:
+                    self._lengths[prompt.key] = len(ids)
+                    if self._room(len(ids)) < 1:
+                        self._fail(key, f"prompt_too_long: {len(ids)} tokens, the server takes {self.context}")
 
         await run_workers(work, self.config.traces.concurrency)
 
-    async def converse(self, prompt: Prompt) -> None:
+    async def converse(self, key: str, prompt: Prompt) -> None:
         """Asks for the turns of one prompt that are not recorded yet; what goes wrong is recorded, not raised."""
         if self._room(self._lengths.get(prompt.key, 0)) < 1:
             return  # recorded by check_lengths
-        key = sampling.row_key(self.config.traces, prompt.key)
         turns = self.pool.turns(key)
         try:
             messages = next_messages(prompt, turns)
             while messages is not None:
                 turns.append(await self._turn(prompt, turns, messages))
                 messages = next_messages(prompt, turns)
+                self._collect()
                 self.pool.add(key, turns[-1], final=messages is None)
                 self.outcome.requested += 1
                 self.throughput.add(len(turns[-1].output_ids))
@@ -155,10 +166,23 @@ class _Generation:
         except (chat.Refused, TransientError) as error:
             if error is self.fleet.lost:
                 raise
-            self._fail(prompt, str(error))
+            self._fail(key, str(error))
             return
         self.outcome.answered += 1
         self._tell()
+
+    def _collect(self) -> None:
+        """Commits at once, or a moment after the last commit what arrives within that moment."""
+        loop = asyncio.get_running_loop()
+        if not self.pool.collecting and loop.time() < self._committed + COMMIT_EVERY_S:
+            self.pool.begin()
+            loop.call_at(self._committed + COMMIT_EVERY_S, self._commit)
+        elif not self.pool.collecting:
+            self._committed = loop.time()
+
+    def _commit(self) -> None:
+        self._committed = asyncio.get_running_loop().time()
+        self.pool.commit()
 
     async def _turn(self, prompt: Prompt, turns: Sequence[Trace], messages: Sequence[Message]) -> Trace:
         fields = sampling.fields(self.config.traces, prompt.key, len(turns))
@@ -188,20 +212,15 @@ class _Generation:
         if self.context is None:
             return True
         room = self.context - self.config.traces.max_tokens - self._template_tokens
-        if not prompt.tools and sum(TURN_BYTES + 4 * len(turn.get("content") or "") for turn in messages) <= room:
-            return True  # no character is longer than four bytes
-        return len(json.dumps([list(messages), list(prompt.tools)], ensure_ascii=False).encode()) <= room
+        return len(json.dumps([list(messages), list(prompt.tools)])) <= room
 
     def _room(self, length: int) -> int:
         """Tokens of answer after a prompt of `length` tokens."""
         wanted = self.config.traces.max_tokens
         return wanted if self.context is None or not length else min(wanted, self.context - length)
 
-    def _too_long(self, length: int) -> str:
-        return f"prompt_too_long: {length} tokens, the server takes {self.context} with the answer"
-
-    def _fail(self, prompt: Prompt, reason: str) -> None:
-        self.pool.fail(sampling.row_key(self.config.traces, prompt.key), reason)
+    def _fail(self, key: str, reason: str) -> None:
+        self.pool.fail(key, reason)
         self.outcome.failed += 1
         allowed = max(MANY_FAILURES, self.config.traces.max_rejected_share * self.total)
         self.outcome.stopped = self.outcome.failed > allowed

@@ -4,9 +4,10 @@
 names the prompt and how it was asked, and the turn counts the verifier's turns in it.  Policies (what to keep) apply
 later, so changing one asks for nothing.
 
-SQLite in WAL mode: a row is committed as soon as its answer arrives, a kill -9 leaves the last commit, and a torn
-record at the end of the log is dropped when it is opened.  A conversation is complete when its last turn is marked
-final; until then a later run continues it where it stands.  What failed is in `errors` until it succeeds.
+SQLite in WAL mode: a row is committed as its answer arrives (many within a moment share a commit), a kill -9 leaves
+the last commit, and a torn record at the end of the log is dropped when it is opened.  A conversation is complete
+when its last turn is marked final; until then a later run continues it where it stands.  What failed is in `errors`
+until it succeeds.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from slipstream.traces.trace import Trace
 
 T = TypeVar("T")
 BATCH = 64  # prompts a query: at 7,000 tokens a trace their token ids are 16 MB of Python integers
+RECORD = "prompt_ids, output_ids, rest"
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS rows (
-    key TEXT NOT NULL, turn INTEGER NOT NULL, final INTEGER NOT NULL, at REAL NOT NULL, row TEXT NOT NULL,
+    key TEXT NOT NULL, turn INTEGER NOT NULL, final INTEGER NOT NULL, at REAL NOT NULL,
+    prompt_ids BLOB NOT NULL, output_ids BLOB NOT NULL, rest TEXT NOT NULL,
     UNIQUE (key, turn)
 );
 CREATE TABLE IF NOT EXISTS errors (key TEXT PRIMARY KEY, reason TEXT NOT NULL) WITHOUT ROWID;
@@ -57,8 +60,8 @@ class TracePool:
 
     def add(self, key: str, trace: Trace, final: bool) -> None:
         """Records a turn; the first one for a key and turn stays.  `final` completes the conversation."""
-        row = (key, trace.turn, final, time.time(), trace.to_json())
-        self._execute("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?)", row)
+        row = (key, trace.turn, final, time.time(), *trace.to_record())
+        self._execute("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
     def finish(self, key: str) -> None:
         """Completes a conversation whose next turn cannot be asked for: its turns so far are all there will be."""
@@ -69,19 +72,33 @@ class TracePool:
         """Records why a prompt has no (complete) answer; the next run asks for it again."""
         self._execute("INSERT OR REPLACE INTO errors VALUES (?, ?)", (key, reason))
 
+    def begin(self) -> None:
+        """Collects what follows until `commit`; without it every row is committed at once."""
+        self._execute("BEGIN IMMEDIATE", ())
+
+    def commit(self) -> None:
+        """Commits what was collected, if anything."""
+        if self._db.in_transaction:
+            self._execute("COMMIT", ())
+
+    @property
+    def collecting(self) -> bool:
+        """Whether rows wait for `commit`."""
+        return self._db.in_transaction
+
     def turns(self, key: str) -> list[Trace]:
         """The recorded turns of one conversation, in order."""
-        found = self._execute("SELECT row FROM rows WHERE key = ? ORDER BY turn", (key,))
-        return [Trace.from_json(row) for (row,) in found]
+        found = self._execute(f"SELECT {RECORD} FROM rows WHERE key = ? ORDER BY turn", (key,))
+        return [Trace.from_record(*record) for record in found]
 
     def get(self, keys: Sequence[str]) -> dict[str, list[Trace]]:
         """The complete conversations among at most BATCH keys: turns in order by key."""
         marks = ",".join("?" * len(keys))
         done = f"SELECT key FROM rows WHERE final AND key IN ({marks})"
-        found = self._execute(f"SELECT key, row FROM rows WHERE key IN ({done}) ORDER BY key, turn", keys)
+        found = self._execute(f"SELECT key, {RECORD} FROM rows WHERE key IN ({done}) ORDER BY key, turn", keys)
         made: dict[str, list[Trace]] = {}
-        for key, row in found:
-            made.setdefault(key, []).append(Trace.from_json(row))
+        for key, *record in found:
+            made.setdefault(key, []).append(Trace.from_record(*record))
         return made
 
     def missing(self, keys: Sequence[str]) -> set[str]:

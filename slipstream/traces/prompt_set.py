@@ -178,11 +178,12 @@ def _write(folder: Path, config: PromptsConfig, gathered: Gathered, shares: list
     return written
 
 
-def load(artifact: Artifact, split: str) -> Iterator[Prompt]:
-    """The prompts of one split, in key order."""
-    with (artifact.folder / f"{split}.jsonl").open(encoding="utf-8") as file:
+def load(artifact: Artifact, split: str, longer_than: int = 0) -> Iterator[Prompt]:
+    """The prompts of one split, in key order; only those whose whole record has more than `longer_than` bytes."""
+    with (artifact.folder / f"{split}.jsonl").open("rb") as file:
         for line in file:
-            yield Prompt.from_json(json.loads(line))
+            if len(line) > longer_than:
+                yield Prompt.from_json(json.loads(line))
 
 
 def count(artifact: Artifact, split: str) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def run(
             if missing:
                 with servers(folder.path / "logs") as endpoints:
                     outcome = generate(
-                        lambda: _missing(prompts, config, pool), missing, endpoints, config, pool, report
+                        partial(_missing, prompts, config, pool), missing, endpoints, config, pool, report
                     )
             rules = Rules.of(config)
             selection = Selection(config.traces, rules, folder.path)
@@ -105,14 +106,16 @@ def run(
         )
 
 
-def _traced(prompts: Artifact) -> Iterator[Prompt]:
+def _traced(prompts: Artifact, longer_than: int = 0) -> Iterator[Prompt]:
     for split in TRACED:
-        yield from prompt_set.load(prompts, split)
+        yield from prompt_set.load(prompts, split, longer_than)
 
 
-def _missing(prompts: Artifact, config: RunConfig, pool: TracePool) -> Iterable[Prompt]:
-    """The prompts whose conversation is not complete yet, in order; memory for one batch."""
-    for batch in batches(_traced(prompts)):
+def _missing(
+    prompts: Artifact, config: RunConfig, pool: TracePool, longer_than: int = 0
+) -> Iterator[tuple[str, Prompt]]:
+    """Row key and prompt of every conversation that is not complete, in order; memory for one batch."""
+    for batch in batches(_traced(prompts, longer_than)):
         keys = {sampling.row_key(config.traces, prompt.key): prompt for prompt in batch}
         missing = pool.missing(list(keys))
-        yield from (prompt for key, prompt in keys.items() if key in missing)
+        yield from ((key, prompt) for key, prompt in keys.items() if key in missing)

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from slipstream.chat import Answer
 
@@ -83,14 +85,22 @@ class Trace:
             return None
         return self.output_ids.index(think_close)
 
-    def to_json(self) -> str:
-        """The record that the pool stores."""
-        return json.dumps(self.__dict__)  # asdict would copy every token
+    def to_record(self) -> tuple[bytes, bytes, str]:
+        """What the pool stores: prompt ids and output ids as little-endian int32, the rest as JSON."""
+        rest = {name: value for name, value in self.__dict__.items() if name not in ("prompt_ids", "output_ids")}
+        return _packed(self.prompt_ids), _packed(self.output_ids), json.dumps(rest)
 
     @staticmethod
-    def from_json(text: str) -> Trace:
-        """The inverse of `to_json`."""
-        row = json.loads(text)
-        for name in ("prompt_ids", "output_ids", "tool_calls"):
-            row[name] = tuple(row[name])
-        return Trace(**row)
+    def from_record(prompt_ids: bytes, output_ids: bytes, rest: str) -> Trace:
+        """The inverse of `to_record`."""
+        fields = json.loads(rest)
+        fields["tool_calls"] = tuple(fields["tool_calls"])
+        return Trace(prompt_ids=_unpacked(prompt_ids), output_ids=_unpacked(output_ids), **fields)
+
+
+def _packed(ids: tuple[int, ...]) -> bytes:
+    return np.array(ids, dtype="<i4").tobytes()
+
+
+def _unpacked(data: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(data, dtype="<i4").tolist())

@@ -124,7 +124,7 @@ def test_awkward_rows_on_a_real_server(base: RunConfig, endpoint: Endpoint, toke
         )
     )
     assert count > 512
-    assert rejects["long"] == f"prompt_too_long: {count} tokens, the server takes 512 with the answer"
+    assert rejects["long"] == f"prompt_too_long: {count} tokens, the server takes 512"
 
     found = rows_of(made)
     for row in found:
