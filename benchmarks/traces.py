@@ -318,7 +318,7 @@ def main() -> None:
     count = args.prompts
     unrest = chaos(count)
     peaks = memory([count, 10 * count])
-    busy = speed(count // 2, 0.0, rounds=3)
+    busy = speed(count // 2, 0.0, rounds=5)
     usual = speed(count // 5, 0.5, rounds=1)
     result = {
         "command": "python benchmarks/traces.py",

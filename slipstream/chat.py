@@ -150,7 +150,6 @@ class Server:
 
 
 _JSON = {"Content-Type": "application/json"}
-_COMPACT = json.JSONEncoder(separators=(",", ":"))
 
 
 class _NoSuchPage(Refused):
@@ -158,14 +157,17 @@ class _NoSuchPage(Refused):
 
 
 def _encode(body: dict[str, Any]) -> bytes:
-    return _COMPACT.encode(body).encode("ascii")
+    try:
+        return orjson.dumps(body)
+    except TypeError:
+        return json.dumps(body).encode("ascii")  # takes half of a surrogate pair, which a model can write
 
 
 def _decode(data: bytes) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
-        return json.loads(data)  # takes half of a surrogate pair, which a model can write
+        return json.loads(data)  # as above
 
 
 def _failure(response: aiohttp.ClientResponse, data: bytes) -> SlipstreamError:
@@ -191,8 +193,13 @@ async def connect(endpoints: Sequence[Endpoint], timeout_s: float) -> AsyncItera
     `timeout_s` bounds one request, answer included.  A key for servers that want one is taken from OPENAI_API_KEY.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=authorization()) as session:
+    session = aiohttp.ClientSession(
+        timeout=timeout,
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers=authorization(),
+    )
+    async with session:
         yield [Server(endpoint, session) for endpoint in endpoints]
 
 

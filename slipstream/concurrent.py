@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import uvloop
+
 T = TypeVar("T")
 
 
@@ -15,9 +17,9 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(main)
+        return uvloop.run(main)
     with ThreadPoolExecutor(1) as aside:
-        return aside.submit(asyncio.run, main).result()
+        return aside.submit(uvloop.run, main).result()
 
 
 async def run_workers(work: Callable[[], Awaitable[None]], count: int) -> None:

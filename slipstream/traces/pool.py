@@ -26,16 +26,16 @@ from slipstream.traces.trace import Trace
 T = TypeVar("T")
 BATCH = 64  # prompts a query: at 7,000 tokens a trace their token ids are 16 MB of Python integers
 RECORD = "prompt_ids, output_ids, rest"
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS rows (
-    key TEXT NOT NULL, turn INTEGER NOT NULL, final INTEGER NOT NULL, at REAL NOT NULL,
-    prompt_ids BLOB NOT NULL, output_ids BLOB NOT NULL, rest TEXT NOT NULL,
-    UNIQUE (key, turn)
-);
-CREATE TABLE IF NOT EXISTS errors (key TEXT PRIMARY KEY, reason TEXT NOT NULL) WITHOUT ROWID;
-CREATE TRIGGER IF NOT EXISTS answered AFTER INSERT ON rows BEGIN DELETE FROM errors WHERE key = new.key; END;
-CREATE TRIGGER IF NOT EXISTS finished AFTER UPDATE ON rows BEGIN DELETE FROM errors WHERE key = new.key; END;
-"""
+SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS rows (
+        key TEXT NOT NULL, turn INTEGER NOT NULL, final INTEGER NOT NULL, at REAL NOT NULL,
+        prompt_ids BLOB NOT NULL, output_ids BLOB NOT NULL, rest TEXT NOT NULL,
+        UNIQUE (key, turn)
+    )""",
+    "CREATE TABLE IF NOT EXISTS errors (key TEXT PRIMARY KEY, reason TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE TRIGGER IF NOT EXISTS answered AFTER INSERT ON rows BEGIN DELETE FROM errors WHERE key = new.key; END",
+    "CREATE TRIGGER IF NOT EXISTS finished AFTER UPDATE ON rows BEGIN DELETE FROM errors WHERE key = new.key; END",
+)
 
 
 class TracePool:
@@ -46,10 +46,8 @@ class TracePool:
         # one thread at a time uses it, not always the one that opened it (`run_async`)
         self._db = sqlite3.connect(path, isolation_level=None, timeout=60, check_same_thread=False)
         try:
-            with self._explained():
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=NORMAL")
-                self._db.executescript(SCHEMA)
+            for statement in ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=NORMAL", *SCHEMA):
+                self._execute(statement)
         except SlipstreamError:
             self._db.close()
             raise
@@ -74,12 +72,12 @@ class TracePool:
 
     def begin(self) -> None:
         """Collects what follows until `commit`; without it every row is committed at once."""
-        self._execute("BEGIN IMMEDIATE", ())
+        self._execute("BEGIN IMMEDIATE")
 
     def commit(self) -> None:
         """Commits what was collected, if anything."""
         if self._db.in_transaction:
-            self._execute("COMMIT", ())
+            self._execute("COMMIT")
 
     @property
     def collecting(self) -> bool:
@@ -112,15 +110,10 @@ class TracePool:
         marks = ",".join("?" * len(keys))
         return dict(self._execute(f"SELECT key, reason FROM errors WHERE key IN ({marks})", keys))
 
-    def _execute(self, statement: str, values: Sequence[object]) -> list[Any]:
-        """One statement, one transaction."""
-        with self._explained():
-            return self._db.execute(statement, values).fetchall()
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _execute(self, statement: str, values: Sequence[object] = ()) -> list[Any]:
+        """One statement; a transaction of its own unless rows are being collected."""
         try:
-            yield
+            return self._db.execute(statement, values).fetchall()
         except sqlite3.OperationalError as error:  # a full disk, a folder without write permission
             raise StageFailed(
                 f"{self._path}: the ledger cannot be used ({error}); make room or repair access and run again, "
