@@ -283,7 +283,7 @@ def theirs(folder: Path, prompts: Path, url: str) -> float:
 
 
 def speed(count: int, delay_s: float, rounds: int) -> dict[str, Any]:
-    """Both clients in turn against the same stub."""
+    """Both clients in turn against the same stub; `ratio` compares the best runs, which the machine disturbed least."""
     mine: list[dict[str, float]] = []
     peer: list[float] = []
     with tempfile.TemporaryDirectory() as temporary, stub(Path(temporary), "one", delay_s) as server:
@@ -301,7 +301,8 @@ def speed(count: int, delay_s: float, rounds: int) -> dict[str, Any]:
         "requests": count,
         "ours_requests_per_s": [round(rate, 1) for rate in rates],
         "speculators_requests_per_s": peer,
-        "ratio": round(statistics.median(rates) / statistics.median(peer), 3),
+        "ratio": round(max(rates) / max(peer), 3),
+        "ratio_of_medians": round(statistics.median(rates) / statistics.median(peer), 3),
         "server_limited_share": [result["server_limited_share"] for result in mine],
         "client_cpu_share": [result["client_cpu_share"] for result in mine],
     }
