@@ -8,15 +8,16 @@ how often, is decided in one place (`slipstream.traces.fleet`).  aiohttp instead
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 import orjson
 
-from slipstream.errors import ServerError, SlipstreamError, TransientError, is_transient_status
+from slipstream.errors import SlipstreamError, TransientError, is_transient_status
 from slipstream.serving import Endpoint, authorization
 from slipstream.verifier import THINK_CLOSE
 
@@ -24,6 +25,7 @@ OVERLOADED = frozenset({429, 503})
 UNFINISHED = frozenset({"abort", "error"})  # vLLM's finish reasons when the engine gave up on a request
 NO_SUCH_PAGE = frozenset({404, 405, 501})
 CONNECT_S, PROBE_S = 30.0, 5.0
+ASIDE = aiohttp.ClientTimeout(total=60)  # for what takes no generation: tokenizing, listing models
 KEEP_ALIVE_S = 4.0  # uvicorn closes an idle connection after 5 s; a request sent into that would be lost
 
 Message = dict[str, Any]
@@ -34,10 +36,10 @@ class Refused(SlipstreamError):
 
 
 class Unreachable(TransientError):
-    """The connection failed or broke; the server may be gone."""
+    """The connection failed or broke, or something before the server answered for it; the server may be gone."""
 
 
-class Overloaded(TransientError):
+class Overloaded(Unreachable):
     """The server asks for less (429, 503); `retry_after_s` is its wish, if it named one."""
 
     def __init__(self, message: str, retry_after_s: float | None) -> None:
@@ -101,41 +103,50 @@ class Server:
 
     async def _tokenize(self, body: dict[str, Any]) -> list[int] | None:
         try:
-            answer = await self._post(
-                self.endpoint.url.removesuffix("/v1") + "/tokenize", {"model": self.endpoint.model, **body}
-            )
+            page = self.endpoint.url.removesuffix("/v1") + "/tokenize"
+            answer = await self._post(page, {"model": self.endpoint.model, **body}, ASIDE)
         except _NoSuchPage:
             return None
         tokens = answer.get("tokens")
-        return [int(token) for token in tokens] if isinstance(tokens, list) else None
+        return list(_ids(tokens)) if isinstance(tokens, list) else None
 
     async def context(self) -> int | None:
-        """Tokens of prompt and answer together that the server takes; None when it does not say."""
-        try:
-            async with self._session.get(f"{self.endpoint.url}/models") as response:
-                listed = (await response.json())["data"]
-        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-            raise ServerError(f"{self.endpoint.url}: does not list its models ({error}); check the endpoint") from error
-        limits = [entry.get("max_model_len") for entry in listed if entry.get("id") == self.endpoint.model]
-        return int(limits[0]) if limits and limits[0] else None
+        """Tokens of prompt and answer together that the server takes; None when it does not say.
 
-    async def alive(self) -> bool:
-        """Whether the server answers at all."""
+        Raises Refused when it serves another model, TransientError when it does not list its models.
+        """
+        try:
+            async with self._session.get(f"{self.endpoint.url}/models", timeout=ASIDE) as response:
+                listed = {entry["id"]: entry for entry in (await response.json())["data"]}
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
+            raise TransientError(f"{self.endpoint.url}: does not list its models ({error!r})") from error
+        if self.endpoint.model not in listed:
+            raise Refused(f"{self.endpoint.url}: serves {', '.join(map(str, listed))}, not {self.endpoint.model}")
+        limit = listed[self.endpoint.model].get("max_model_len")
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    async def alive(self) -> bool | None:
+        """Whether the server answers: False when nobody takes the connection, None when there is no answer in time."""
         try:
             timeout = aiohttp.ClientTimeout(total=PROBE_S)
             async with self._session.get(f"{self.endpoint.url}/models", timeout=timeout) as response:
                 return response.status < 500
-        except (aiohttp.ClientError, TimeoutError, OSError):
+        except TimeoutError:
+            return None
+        except (aiohttp.ClientError, OSError):
             return False
 
-    async def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(
+        self, url: str, body: dict[str, Any], timeout: aiohttp.ClientTimeout | None = None
+    ) -> dict[str, Any]:
+        timeout = timeout or self._session.timeout
         try:
-            async with self._session.post(url, data=_encode(body), headers=_JSON) as response:
+            async with self._session.post(url, data=encode(body), headers=_JSON, timeout=timeout) as response:
                 data = await response.read()
+        except (aiohttp.ConnectionTimeoutError, aiohttp.ClientPayloadError) as error:
+            raise Unreachable(f"connection: {type(error).__name__}") from error
         except TimeoutError as error:  # before ClientError: aiohttp's timeouts are both
             raise TransientError("timeout: no answer within request_timeout_s") from error
-        except aiohttp.ClientPayloadError as error:
-            raise TransientError(f"connection: broke inside the answer ({error})") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"connection: {type(error).__name__}") from error
         if response.status != 200:
@@ -156,7 +167,8 @@ class _NoSuchPage(Refused):
     """The address does not exist on this server."""
 
 
-def _encode(body: dict[str, Any]) -> bytes:
+def encode(body: Any) -> bytes:
+    """JSON as it is sent."""
     try:
         return orjson.dumps(body)
     except TypeError:
@@ -181,6 +193,8 @@ def _failure(response: aiohttp.ClientResponse, data: bytes) -> SlipstreamError:
     if response.status in OVERLOADED:
         wish = response.headers.get("Retry-After", "")
         return Overloaded(reason, float(wish) if wish.replace(".", "", 1).isdigit() else None)
+    if response.status >= 500:
+        return Unreachable(reason)
     if is_transient_status(response.status):
         return TransientError(reason)
     return _NoSuchPage(reason) if response.status in NO_SUCH_PAGE else Refused(reason)
@@ -214,24 +228,37 @@ def to_answer(completion: Mapping[str, Any]) -> Answer:
         message = choice["message"]
         finish_reason = str(choice.get("finish_reason"))
         prompt_ids, output_ids = completion.get("prompt_token_ids"), choice.get("token_ids")
-        thinking, answer = message.get("reasoning"), message.get("content")
+        thinking, answer = _text(message.get("reasoning")), _text(message.get("content"))
         if thinking is None:
-            thinking = message.get("reasoning_content")
-        tool_calls = tuple(message.get("tool_calls") or ())
+            thinking = _text(message.get("reasoning_content"))
+        tool_calls = tuple({**call, "function": dict(call["function"])} for call in message.get("tool_calls") or ())
         usage = completion.get("usage") or {}
-    except (LookupError, TypeError, AttributeError) as error:
-        raise TransientError("malformed: the answer is not a chat completion") from error
+        counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        made = Answer(
+            prompt_ids=_ids(prompt_ids) if prompt_ids else None,
+            output_ids=None if output_ids is None else _ids(output_ids),
+            finish_reason=finish_reason,
+            thinking=thinking,
+            answer=answer,
+            tool_calls=tool_calls,
+            usage=None if counts[0] is None or counts[1] is None else (int(counts[0]), int(counts[1])),
+        )
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise TransientError(f"malformed: the answer is not a chat completion ({error})") from error
     if finish_reason in UNFINISHED:
         raise TransientError(f"unfinished: the server ended the answer with finish_reason {finish_reason}")
-    if thinking is None and isinstance(answer, str) and THINK_CLOSE in answer:
-        thinking, _, answer = answer.partition(THINK_CLOSE)
-    counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    return Answer(
-        prompt_ids=tuple(prompt_ids) if prompt_ids else None,
-        output_ids=None if output_ids is None else tuple(output_ids),
-        finish_reason=finish_reason,
-        thinking=thinking,
-        answer=answer,
-        tool_calls=tool_calls,
-        usage=None if counts[0] is None or counts[1] is None else (int(counts[0]), int(counts[1])),
-    )
+    if made.thinking is None and made.answer is not None and THINK_CLOSE in made.answer:
+        thinking, _, answer = made.answer.partition(THINK_CLOSE)
+        return replace(made, thinking=thinking, answer=answer)
+    return made
+
+
+def _ids(values: Any) -> tuple[int, ...]:
+    """Token ids as they came; raises TypeError or OverflowError unless all are integers of 32 bits."""
+    return tuple(array("i", values))
+
+
+def _text(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise TypeError("a text that is none")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream import verifier
+from slipstream.chat import Refused
 from slipstream.config import VerifierConfig
 from slipstream.errors import InputError
 
@@ -33,15 +34,18 @@ class LocalTokenizer:
         template: Mapping[str, Any],
         generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a conversation under the chat template."""
-        ids = self._tokenizer.apply_chat_template(
-            [_parsed(message) for message in messages],
-            tools=[dict(tool) for tool in tools] or None,
-            add_generation_prompt=generation_prompt,
-            tokenize=True,
-            return_dict=False,
-            **template,
-        )
+        """Token ids of a conversation under the chat template; raises Refused when the template does not take it."""
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                [_parsed(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=generation_prompt,
+                tokenize=True,
+                return_dict=False,
+                **template,
+            )
+        except Exception as error:  # a template may raise anything
+            raise Refused(f"template: the conversation does not render ({error})") from error
         return [int(token) for token in ids]
 
     async def tokenize_text(self, text: str) -> list[int]:
@@ -61,4 +65,7 @@ def _parsed(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _arguments(call: Mapping[str, Any]) -> Any:
     arguments = call["function"].get("arguments")
-    return json.loads(arguments) if isinstance(arguments, str) and arguments else arguments
+    try:
+        return json.loads(arguments or "{}") if isinstance(arguments, str) or arguments is None else arguments
+    except ValueError:
+        return {}  # as vLLM does with what a model wrote wrongly

@@ -102,6 +102,7 @@ def command(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec, 
         str(servers.max_num_seqs),
     ]
     line += ["--language-model-only", "--disable-uvicorn-access-log"]
+    line += ["--generation-config", "vllm"]  # sampling is what a request says, not what the model's folder suggests
     if verifier.reasoning_parser:
         line += ["--reasoning-parser", verifier.reasoning_parser]
     if verifier.tool_call_parser:

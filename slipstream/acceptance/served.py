@@ -11,11 +11,12 @@ import httpx
 from slipstream import chat
 from slipstream.acceptance.counters import Counters, parse
 from slipstream.concurrent import run_async, run_workers
-from slipstream.config import AcceptanceConfig
+from slipstream.config import AcceptanceConfig, VerifierConfig
 from slipstream.errors import ServerError, SlipstreamError, TransientError
 from slipstream.serving import Endpoint
 from slipstream.traces.conversation import next_messages, tool_fields
 from slipstream.traces.prompts import Prompt
+from slipstream.traces.room import Room
 from slipstream.traces.trace import Trace
 
 WARM_UP = 2  # prompts answered before the clock starts
@@ -39,14 +40,15 @@ def measure(
     endpoint: Endpoint,
     prompts: Sequence[Prompt],
     config: AcceptanceConfig,
+    verifier: VerifierConfig,
     on_answer: Callable[[], None],
-    tool_calls: bool = False,
 ) -> Measurement:
-    """Has every prompt's conversation, greedily, `concurrency` at a time; `tool_calls`: the server parses them.
+    """Has every prompt's conversation, greedily, `concurrency` at a time.
 
-    Raises what the first failing request raised: nothing may be missing from a measurement.
+    A conversation ends where the server's context has no room for a token more, a prompt that is too long before its
+    first turn.  Raises what the first failing request raised: nothing may be missing from a measurement.
     """
-    return run_async(_measure(endpoint, prompts, config, on_answer, tool_calls))
+    return run_async(_measure(endpoint, prompts, config, verifier, on_answer))
 
 
 async def _counters(endpoint: Endpoint) -> Counters:
@@ -61,20 +63,22 @@ async def _measure(
     endpoint: Endpoint,
     prompts: Sequence[Prompt],
     config: AcceptanceConfig,
+    verifier: VerifierConfig,
     on_answer: Callable[[], None],
-    tool_calls: bool = False,
 ) -> Measurement:
+    room = Room(config.max_tokens, verifier)
     answers: dict[str, list[Trace]] = {}
     async with chat.connect([endpoint], config.request_timeout_s) as (server,):
+        await room.admit(server)
         for prompt in prompts[:WARM_UP]:
-            await _converse(server, prompt, config, tool_calls)
+            await _converse(server, prompt, room, verifier)
         before = await _counters(endpoint)
         started = time.monotonic()
         queue = iter(prompts)
 
         async def work() -> None:
             for prompt in queue:
-                answers[prompt.key] = await _converse(server, prompt, config, tool_calls)
+                answers[prompt.key] = await _converse(server, prompt, room, verifier)
                 on_answer()
 
         await run_workers(work, min(config.concurrency, len(prompts)))
@@ -83,12 +87,15 @@ async def _measure(
     return Measurement([answers[prompt.key] for prompt in prompts], seconds, after.since(before))
 
 
-async def _converse(server: chat.Server, prompt: Prompt, config: AcceptanceConfig, tool_calls: bool) -> list[Trace]:
-    fields = {"max_tokens": config.max_tokens, "temperature": 0.0, **tool_fields(prompt, tool_calls)}
+async def _converse(server: chat.Server, prompt: Prompt, room: Room, verifier: VerifierConfig) -> list[Trace]:
+    fields = {"temperature": 0.0, **tool_fields(prompt, verifier.tool_call_parser is not None)}
     turns: list[Trace] = []
     while (messages := next_messages(prompt, turns)) is not None:
         try:
-            answer = await server.chat(messages, prompt.tools, fields)
+            tokens = await room.tokens(server, messages, prompt.tools, {})
+            if tokens < 1:
+                return turns
+            answer = await server.chat(messages, prompt.tools, fields | {"max_tokens": tokens})
         except SlipstreamError as error:
             kind = TransientError if error.transient else ServerError
             raise kind(f"prompt {prompt.key}: {error}") from error

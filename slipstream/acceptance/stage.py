@@ -105,10 +105,8 @@ def run(
             with serving.replicas(config.verifier, config.servers, specs, logs, cache) as endpoints:
                 for _ in range(config.acceptance.rounds):
                     for variant, endpoint in zip(group, endpoints, strict=True):
-                        parsed = config.verifier.tool_call_parser is not None
-                        measured.setdefault(variant, []).append(
-                            measure(endpoint, asked, config.acceptance, answered, parsed)
-                        )
+                        one = measure(endpoint, asked, config.acceptance, config.verifier, answered)
+                        measured.setdefault(variant, []).append(one)
         figures = summarize(measured, config.verifier.dtype, config.acceptance.draft_tokens)
         atomic.write_json(folder.path / FIGURES, figures)
         _write_outputs(folder.path / "outputs.parquet", asked, measured)

@@ -1,8 +1,8 @@
 """Several servers as one: the least loaded takes the next request, a dead one is left and its work moves on.
 
-This is the only place that repeats a request.  What counts as an attempt: a refusal (429, 503, another 5xx), a
-timeout, a broken connection of a server that lives.  What does not: the server went away; then the request moves to
-another one, at most MOVES times.  So one prompt waits at most `attempts` timeouts and back-offs.
+This is the only place that repeats a request.  What counts as an attempt: a 5xx, a timeout, a broken connection of a
+server that lives.  A refusal (429, 503) counts a tenth of one.  A server that went away costs none; then the request
+moves to another one, at most MOVES times.  So one prompt takes at most `attempts` timeouts and their back-offs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
-from slipstream.chat import Answer, Overloaded, Refused, Server, Unreachable
-from slipstream.errors import SlipstreamError, TransientError
+from slipstream.chat import Overloaded, Server, Unreachable
+from slipstream.errors import InputError, SlipstreamError, TransientError
 from slipstream.traces.window import Window
-
-MOVES = 10
-BACK_OFF_S = 30.0
-WATCH_S, LOOK_AGAIN_S = 10.0, 1.0
-MISSES = 3  # probes in a row that a server may miss under load before it counts as gone
 
 T = TypeVar("T")
 Admit = Callable[[Server], Awaitable[None]]
+MOVES = 10
+REFUSALS_AN_ATTEMPT = 10
+BACK_OFF_S = 30.0
+IN_A_ROW = 3  # refusals after which the server rests, not only the request that met one
+WATCH_S, LOOK_AGAIN_S = 10.0, 1.0
+MISSES = 3  # probes in a row without an answer in time that a busy server may have
 
 
 class _Gone(Exception):
@@ -40,9 +41,12 @@ class Lane:
         self.in_flight = 0
         self.left = asyncio.Event()
         self.absences = 0
-        self._waiting: set[asyncio.Task[Any]] = set()
+        self.complaint = ""  # why it does not take part
+        self.refusals = 0  # in a row
+        self._rests_until = 0.0
+        self._holders: set[asyncio.Task[Any]] = set()
         self._sent_away: set[asyncio.Task[Any]] = set()
-        self._probe: asyncio.Task[bool] | None = None
+        self._probe: asyncio.Task[bool | None] | None = None
 
     @property
     def away(self) -> bool:
@@ -52,13 +56,14 @@ class Lane:
     @property
     def free(self) -> bool:
         """Whether it can take another request."""
-        return not self.away and self.in_flight < self.window.limit
+        resting = self._rests_until > asyncio.get_running_loop().time()
+        return not self.away and not resting and self.in_flight < self.window.limit
 
     async def run(self, request: Awaitable[T]) -> T:
         """Awaits a request; raises _Gone when the server left meanwhile (`leave` cancels whoever waits here)."""
         task = asyncio.current_task()
         assert task is not None
-        self._waiting.add(task)
+        self._holders.add(task)
         try:
             return await request
         except asyncio.CancelledError:
@@ -66,14 +71,18 @@ class Lane:
                 raise
             raise _Gone from None
         finally:
-            self._waiting.discard(task)
+            self._holders.discard(task)
             self._sent_away.discard(task)
 
-    async def probe(self) -> bool:
-        """Whether the server lives; many who ask at once share one probe."""
+    async def probe(self) -> bool | None:
+        """`Server.alive`; many who ask at once share one probe."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self.server.alive())
         return await asyncio.shield(self._probe)
+
+    def rest(self, seconds: float) -> None:
+        """Gives it no new work for so long."""
+        self._rests_until = asyncio.get_running_loop().time() + seconds
 
     def leave(self) -> None:
         """Gives the server no more work and takes back what it has."""
@@ -81,8 +90,8 @@ class Lane:
             return
         self.left.set()
         self.absences += 1
-        self._sent_away |= self._waiting
-        for task in self._waiting:
+        self._sent_away |= self._holders
+        for task in self._holders:
             task.cancel()
 
 
@@ -90,6 +99,7 @@ class Fleet:
     """The servers of one generation; made by `sailing`.
 
     `lost` is set when nothing more can be asked: all servers stayed away, or one came with the wrong tokenizer.
+    Who waits for a free lane is served in order; a place that comes free is handed over, so nobody overtakes.
     """
 
     def __init__(self, servers: Sequence[Server], maximum: int, patience_s: float, admit: Admit) -> None:
@@ -98,64 +108,102 @@ class Fleet:
         self.lost: SlipstreamError | None = None
         self._patience_s = patience_s
         self._admit = admit
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._queue: deque[asyncio.Future[Lane]] = deque()
 
-    async def send(self, ask: Callable[[Server], Coroutine[Any, Any, Answer]], attempts: int) -> tuple[Answer, Server]:
-        """The answer to one request and who gave it.
+    @property
+    def working(self) -> bool:
+        """Whether any server has a request now."""
+        return any(lane.in_flight for lane in self.lanes)
+
+    async def send(
+        self, ask: Callable[[Server], Coroutine[Any, Any, T]], attempts: int, tokens: Callable[[T], int] | None = None
+    ) -> T:
+        """The outcome of `ask` at one of the servers; `tokens` says how many it generated, which steers the window.
 
         Raises Refused at once, TransientError after `attempts` attempts, and `lost` when that is set.
         """
-        made = moves = 0
+        made = refused = moves = 0
         while True:
             lane = await self._board()
+            gone, pause = False, 0.0
             try:
-                answer = await lane.run(ask(lane.server))
-                lane.window.answered(len(answer.output_ids or ()) or (answer.usage or (0, 0))[1])
-                return answer, lane.server
+                outcome = await lane.run(ask(lane.server))
+                lane.refusals = 0
+                if tokens is not None:
+                    lane.window.answered(tokens(outcome))
+                return outcome
             except _Gone as error:
                 failure: TransientError = Unreachable(f"connection: {lane.server.endpoint.url} went away")
                 failure.__cause__ = error
                 gone = True
             except Unreachable as error:
-                failure, gone = error, not await lane.probe()
+                failure, gone = error, await lane.probe() is False
                 if gone:
                     lane.leave()
+                elif isinstance(error, Overloaded):
+                    refused += 1
+                    pause = self._refused(lane, error, refused)
             except TransientError as error:
-                failure, gone = error, False
-                if isinstance(error, Overloaded):
-                    lane.window.refused()
+                failure = error
             finally:
                 lane.in_flight -= 1
-                self._wake(max(1, lane.window.limit - lane.in_flight))  # the window may have grown
-            made, moves = (made, moves + 1) if gone else (made + 1, moves)
-            if made >= attempts or moves > MOVES:
+                self._seat()
+            if gone:
+                moves += 1
+            elif not isinstance(failure, Overloaded):
+                made += 1
+                pause = _jitter(made)
+            if made >= attempts or refused >= REFUSALS_AN_ATTEMPT * attempts or moves > MOVES:
                 raise failure
             self.retried += 1
-            if not gone:
-                await asyncio.sleep(_pause(failure, made))
+            await asyncio.sleep(pause)
+
+    def _refused(self, lane: Lane, error: Overloaded, refused: int) -> float:
+        """Seconds that the request waits; when the server keeps refusing it rests instead, and others take over."""
+        lane.window.refused(lane.in_flight)
+        lane.refusals += 1
+        wish = min(error.retry_after_s or 0.0, BACK_OFF_S)
+        if lane.refusals < IN_A_ROW:
+            return wish + _jitter(refused)
+        seconds = wish + _jitter(lane.refusals - IN_A_ROW + 1)
+        lane.rest(seconds)
+        asyncio.get_running_loop().call_later(seconds + 0.001, self._seat)
+        return 0.0
 
     async def _board(self) -> Lane:
-        """Waits for a free lane and takes a place on the least loaded one."""
-        while True:
-            if self.lost is not None:
-                raise self.lost
-            if free := [lane for lane in self.lanes if lane.free]:
+        """A place on the least loaded lane, in order of asking."""
+        if self.lost is not None:
+            raise self.lost
+        place: asyncio.Future[Lane] = asyncio.get_running_loop().create_future()
+        self._queue.append(place)
+        self._seat()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                place.result().in_flight -= 1
+                self._seat()
+            raise
+
+    def _seat(self) -> None:
+        """Hands free places to those who wait; tells them when there will be none."""
+        while self._queue:
+            if self._queue[0].done():  # its owner was cancelled
+                self._queue.popleft()
+            elif self.lost is not None:
+                self._queue.popleft().set_exception(self.lost)
+            elif free := [lane for lane in self.lanes if lane.free]:
                 lane = min(free, key=lambda candidate: candidate.in_flight)
                 lane.in_flight += 1
                 lane.window.used(lane.in_flight)
-                return lane
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiting.append(waiter)
-            await waiter
+                self._queue.popleft().set_result(lane)
+            else:
+                return
 
-    def _wake(self, count: int | None = None) -> None:
-        """Lets so many of those who wait look again; all by default."""
-        count = len(self._waiting) if count is None else count
-        while self._waiting and count > 0:
-            waiter = self._waiting.popleft()
-            if not waiter.done():  # else its owner was cancelled
-                waiter.set_result(None)
-                count -= 1
+    def lose(self, error: SlipstreamError) -> None:
+        """Ends everything with this error."""
+        self.lost = self.lost or error
+        self._seat()
 
     async def watch(self) -> None:
         """Looks after the servers for ever: who left, who came back, whether anybody is left."""
@@ -167,15 +215,17 @@ class Fleet:
     async def enter(self, lane: Lane) -> bool:
         """Lets a server take part when it lives and is admitted; whether it does."""
         try:
-            if not await lane.probe():
+            if await lane.probe() is not True:
+                lane.complaint = "does not answer"
                 return False
             await self._admit(lane.server)
-        except (TransientError, Refused):
+        except InputError as error:
+            self.lose(error)
+        except Exception as error:  # whatever a server sends, it must not end the watch over the others
+            lane.complaint = str(error)
             return False
-        except SlipstreamError as error:
-            self.lost = error
         lane.left.clear()
-        self._wake()
+        self._seat()
         return True
 
     async def _watch(self, lane: Lane) -> None:
@@ -189,12 +239,10 @@ class Fleet:
             with suppress(TimeoutError):
                 await asyncio.wait_for(lane.left.wait(), WATCH_S)
                 continue
-            if await lane.probe():
-                misses = 0
-            else:
-                misses += 1
-                if misses >= MISSES:
-                    lane.leave()
+            alive = await lane.probe()
+            misses = 0 if alive else misses + 1
+            if alive is False or misses >= MISSES:
+                lane.leave()
 
     async def _count_the_absent(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -204,15 +252,13 @@ class Fleet:
             if not all(lane.away for lane in self.lanes):
                 seen = clock()
             elif clock() - seen > self._patience_s:
-                names = ", ".join(lane.server.endpoint.url for lane in self.lanes)
-                self.lost = TransientError(f"{names}: away for {self._patience_s:.0f} s; what was answered is kept")
-                self._wake()
+                named = "; ".join(f"{lane.server.endpoint.url} {lane.complaint}".strip() for lane in self.lanes)
+                self.lose(TransientError(f"{named}: away for {self._patience_s:.0f} s; what was answered is kept"))
 
 
-def _pause(error: TransientError, attempt: int) -> float:
-    """Seconds before another attempt: full jitter over 1, 2, 4 … 30 s, not sooner than the server wishes."""
-    wish = (error.retry_after_s or 0.0) if isinstance(error, Overloaded) else 0.0
-    return min(wish, BACK_OFF_S) + random.uniform(0, min(BACK_OFF_S, 2.0 ** (attempt - 1)))
+def _jitter(attempt: int) -> float:
+    """Seconds before another attempt: full jitter over 1, 2, 4 … 30 s."""
+    return random.uniform(0, min(BACK_OFF_S, 2.0 ** (attempt - 1)))
 
 
 @asynccontextmanager
@@ -223,15 +269,21 @@ async def sailing(servers: Sequence[Server], maximum: int, patience_s: float, ad
     SlipstreamError that is not transient to end everything.  A server that is away at the start may come later.
     """
     fleet = Fleet(servers, maximum, patience_s, admit)
-    for lane in fleet.lanes:
-        if not await fleet.enter(lane):
+    for lane, entered in zip(fleet.lanes, await asyncio.gather(*map(fleet.enter, fleet.lanes)), strict=True):
+        if not entered:
             lane.leave()
     if fleet.lost is not None:
         raise fleet.lost
     watch = asyncio.ensure_future(fleet.watch())
+    watch.add_done_callback(lambda task: _unwatched(fleet, task))
     try:
         yield fleet
     finally:
         watch.cancel()
-        with suppress(asyncio.CancelledError):
+        with suppress(asyncio.CancelledError, Exception):
             await watch
+
+
+def _unwatched(fleet: Fleet, watch: asyncio.Task[None]) -> None:
+    if not watch.cancelled() and (error := watch.exception()) is not None:
+        fleet.lose(TransientError(f"the watch over the servers failed ({error!r}); what was answered is kept"))

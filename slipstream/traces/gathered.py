@@ -23,7 +23,7 @@ from slipstream.traces.splits import position
 CACHE_KIB = 4096
 TABLES = """
     CREATE TABLE prompts (
-        held_out INTEGER, content TEXT, key TEXT, source INTEGER, position REAL, line TEXT,
+        held_out INTEGER, content TEXT, key TEXT, kind TEXT, source INTEGER, position REAL, line TEXT,
         PRIMARY KEY (held_out, content)
     );
     CREATE INDEX in_key_order ON prompts (held_out, key, source, position);
@@ -49,9 +49,10 @@ class Tally:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a gathered prompt stands: in key order, in [0, 1), in its list of sources, in the database."""
+    """Where a gathered prompt stands: by key, in its domain, in [0, 1), in its list of sources, in the database."""
 
     key: str
+    kind: str
     position: float
     held_out: bool
     source: int
@@ -90,11 +91,11 @@ class Gathered:
         if prompt.id is not None:
             self._claim_id(prompt, held_out)
         content = prompt.content_key
-        row = (held_out, content, prompt.key, source, position(prompt, self._seed), line)
-        if self._db.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?, ?, ?)", row).rowcount:
+        row = (held_out, content, prompt.key, prompt.kind, source, position(prompt, self._seed), line)
+        if self._db.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?, ?, ?, ?)", row).rowcount:
             return True
-        smaller = "UPDATE prompts SET key = ?, line = ? WHERE held_out = ? AND content = ? AND key > ?"
-        self._db.execute(smaller, (prompt.key, line, held_out, content, prompt.key))
+        smaller = "UPDATE prompts SET key = ?, kind = ?, line = ? WHERE held_out = ? AND content = ? AND key > ?"
+        self._db.execute(smaller, (prompt.key, prompt.kind, line, held_out, content, prompt.key))
         return False
 
     def _claim_id(self, prompt: Prompt, held_out: bool) -> None:
@@ -137,7 +138,7 @@ class Gathered:
         return self._in_key_order(held_out=True)
 
     def _in_key_order(self, held_out: bool) -> Iterator[Place]:
-        ordered = "SELECT key, position, held_out, source, rowid FROM prompts WHERE held_out = ? ORDER BY key"
+        ordered = "SELECT key, kind, position, held_out, source, rowid FROM prompts WHERE held_out = ? ORDER BY key"
         return (Place(*row) for row in self._db.execute(ordered, (held_out,)))
 
     def line(self, place: Place) -> str:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream import chat
 from slipstream.chat import Answer, Message, Server
 from slipstream.concurrent import run_async, run_workers
 from slipstream.config import RunConfig
-from slipstream.errors import TransientError
+from slipstream.errors import SlipstreamError, TransientError
 from slipstream.progress import Progress, Report
 from slipstream.serving import Endpoint
 from slipstream.special_tokens import check_loaded, check_served
@@ -24,9 +22,10 @@ from slipstream.traces.fleet import Fleet, sailing
 from slipstream.traces.pool import TracePool
 from slipstream.traces.prompts import Prompt
 from slipstream.traces.rebuild import Renderer, rebuild, renderer_for
+from slipstream.traces.room import Room
 from slipstream.traces.throughput import Throughput
 from slipstream.traces.trace import SERVER, Trace
-from slipstream.verifier import folder_of
+from slipstream.verifier import THINK_CLOSE, folder_of
 
 TEMPLATE_MARGIN = 16
 MANY_FAILURES = 100  # below so many a share says little
@@ -47,7 +46,7 @@ class Outcome:
     absences: int = 0
     backoffs: int = 0
     stopped: bool = False
-    special_tokens: str = "not asked"
+    special_tokens: str = "equal"
     throughput: dict[str, Any] = field(default_factory=dict)
 
 
@@ -74,9 +73,9 @@ async def _generate(
         generation = _Generation(config, pool, report, total)
         fleet = sailing(servers, traces.concurrency, traces.endpoint_patience_s, generation.admit)
         generation.fleet = await stack.enter_async_context(fleet)
-        await generation.check_lengths(asked)
-        sampler = asyncio.ensure_future(generation.throughput.sample())
+        sampler = asyncio.ensure_future(generation.throughput.sample(lambda: generation.fleet.working))
         stack.callback(sampler.cancel)
+        await generation.check_lengths(asked)
         queue = iter(asked(0))
 
         async def work() -> None:
@@ -88,7 +87,7 @@ async def _generate(
         try:
             await run_workers(work, min(traces.concurrency, total))
         finally:
-            pool.commit()
+            generation.settle()
         return generation.end()
 
 
@@ -105,51 +104,57 @@ class _Generation:
         self.config, self.pool, self.report, self.total = config, pool, report, total
         self.outcome = Outcome()
         self.throughput = Throughput()
-        self.context: int | None = None  # the smallest of the servers'
-        self._template_tokens = 0  # what the chat template adds to a conversation, and a margin
-        self._committed = 0.0
+        self.room = Room(config.traces.max_tokens, config.verifier)
+        self._special = check_loaded(folder_of(config.verifier))
         self._lengths: dict[str, int] = {}  # tokens of the prompts that may not fit with a full answer
-        self._renderer: Renderer | None = None
+        self._renderers: dict[str, Renderer] = {}
+        self._committed = 0.0
+        self._broken: SlipstreamError | None = None
 
     async def admit(self, server: Server) -> None:
         """Looks at a server before it is asked: special tokens (a difference aborts by name) and context."""
-        equal = await check_served(server, check_loaded(folder_of(self.config.verifier)))
-        self.outcome.special_tokens = "equal" if equal else "not told by the server"
-        limit = await server.context()
-        if limit is not None:
-            self.context = min(limit, self.context or limit)
-        with suppress(chat.Refused):  # an engine whose /tokenize takes text alone
-            ids = await server.tokenize_chat([{"role": "user", "content": "a"}], [], {})
-            self._template_tokens = max(self._template_tokens, len(ids or ()) + TEMPLATE_MARGIN)
+        if not await check_served(server, self._special):
+            self.outcome.special_tokens = "not told by every server"
+        await self.room.admit(server)
 
     async def check_lengths(self, asked: Asked) -> None:
-        """Measures, by the server's own tokenizer, the prompts that may not fit; records those that do not.
-
-        No token is shorter than a byte, so a record with no more bytes than there is room fits.
-        """
-        if self.context is None:
-            return
-        turn = itertools.cycle([lane.server for lane in self.fleet.lanes])
-        queue = iter(asked(max(0, self.context - self.config.traces.max_tokens - self._template_tokens)))
+        """Measures, by the server's own tokenizer, the prompts that may not fit; records those that do not."""
+        self.room.fixed = True
+        queue = iter(asked(self.room.settled_bytes))
 
         async def work() -> None:
             for key, prompt in queue:
+                if self.outcome.stopped:
+                    return
                 messages = next_messages(prompt, ()) or []
-                template = sampling.fields(self.config.traces, prompt.key).get("chat_template_kwargs", {})
+                template = self._template(prompt)
+
+                async def measure(
+                    server: Server, prompt: Prompt = prompt, messages: Any = messages, template: Any = template
+                ) -> int | None:
+                    return await self.room.length(server, messages, prompt.tools, template)
+
                 try:
-                    ids = await next(turn).tokenize_chat(messages, prompt.tools, template)
-                except (chat.Refused, TransientError):
+                    length = await self.fleet.send(measure, self.config.traces.max_attempts)
+                except TransientError as error:
+                    if error is self.fleet.lost:
+                        raise
                     continue  # the request itself will tell
-                if ids is not None:
-                    self._lengths[prompt.key] = len(ids)
-                    if self._room(len(ids)) < 1:
-                        self._fail(key, f"prompt_too_long: {len(ids)} tokens, the server takes {self.context}")
+                if length is not None:
+                    self._lengths[prompt.key] = length
+                    if self.room.after(length) < 1:
+                        self._fail(key, f"prompt_too_long: {length} tokens, the server takes {self.room.context}")
 
         await run_workers(work, self.config.traces.concurrency)
 
+    def _template(self, prompt: Prompt) -> dict[str, Any]:
+        fields = sampling.fields(self.config.traces, prompt.key)
+        template: dict[str, Any] = fields.get("chat_template_kwargs", {})
+        return template
+
     async def converse(self, key: str, prompt: Prompt) -> None:
         """Asks for the turns of one prompt that are not recorded yet; what goes wrong is recorded, not raised."""
-        if self._room(self._lengths.get(prompt.key, 0)) < 1:
+        if self.room.after(self._lengths.get(prompt.key, 0)) < 1:
             return  # recorded by check_lengths
         turns = self.pool.turns(key)
         try:
@@ -173,6 +178,8 @@ class _Generation:
 
     def _collect(self) -> None:
         """Commits at once, or a moment after the last commit what arrives within that moment."""
+        if self._broken is not None:
+            raise self._broken
         loop = asyncio.get_running_loop()
         if not self.pool.collecting and loop.time() < self._committed + COMMIT_EVERY_S:
             self.pool.begin()
@@ -182,42 +189,55 @@ class _Generation:
 
     def _commit(self) -> None:
         self._committed = asyncio.get_running_loop().time()
-        self.pool.commit()
+        try:
+            self.pool.commit()
+        except SlipstreamError as error:  # nobody waits for a timer: the next answer, or the end, raises it
+            self._broken = self._broken or error
+
+    def settle(self) -> None:
+        """Commits what is collected; raises what a commit raised."""
+        self._commit()
+        if self._broken is not None:
+            raise self._broken
 
     async def _turn(self, prompt: Prompt, turns: Sequence[Trace], messages: Sequence[Message]) -> Trace:
         fields = sampling.fields(self.config.traces, prompt.key, len(turns))
         fields |= tool_fields(prompt, self.config.verifier.tool_call_parser is not None)
-        template = fields.get("chat_template_kwargs", {})
         known = None if turns else self._lengths.get(prompt.key)
 
-        async def ask(server: Server) -> Answer:
-            length = known
-            if turns and not self._settled(messages, prompt):
-                ids = await server.tokenize_chat(messages, prompt.tools, template)
-                length = None if ids is None else len(ids)
-            room = self._room(length or 0)
+        async def ask(server: Server) -> Trace:
+            template = fields.get("chat_template_kwargs", {})
+            if known is None:
+                room = await self.room.tokens(server, messages, prompt.tools, template)
+            else:
+                room = self.room.after(known)
             if room < 1:
                 raise _TooLong
-            return await server.chat(messages, prompt.tools, fields | {"max_tokens": room})
+            asked = fields | {"max_tokens": room}
+            answer = await server.chat(messages, prompt.tools, asked)
+            prompt_ids, output_ids, ids = answer.prompt_ids, answer.output_ids, SERVER
+            if prompt_ids is None or output_ids is None:
+                renderer = await self._renderer(server)
+                prompt_ids, output_ids, ids = await rebuild(renderer, messages, prompt.tools, template, answer)
+            return Trace.of(
+                self._open(answer, asked, output_ids), prompt.key, len(turns), asked, prompt_ids, output_ids, ids
+            )
 
-        answer, server = await self.fleet.send(ask, self.config.traces.max_attempts)
-        prompt_ids, output_ids, ids = answer.prompt_ids, answer.output_ids, SERVER
-        if prompt_ids is None or output_ids is None:
-            self._renderer = self._renderer or await renderer_for(server, self.config.verifier)
-            prompt_ids, output_ids, ids = await rebuild(self._renderer, messages, prompt.tools, template, answer)
-        return Trace.of(answer, prompt.key, len(turns), fields, prompt_ids, output_ids, ids)
+        return await self.fleet.send(ask, self.config.traces.max_attempts, lambda trace: len(trace.output_ids))
 
-    def _settled(self, messages: Sequence[Message], prompt: Prompt) -> bool:
-        """Whether the bytes alone say that a full answer fits: no token is shorter than a byte."""
-        if self.context is None:
-            return True
-        room = self.context - self.config.traces.max_tokens - self._template_tokens
-        return len(json.dumps([list(messages), list(prompt.tools)])) <= room
+    def _open(self, answer: Answer, asked: Mapping[str, Any], output_ids: Sequence[int]) -> Answer:
+        """Thinking that was cut is thinking, also where a server without a reasoning parser returned it as content."""
+        close = self._special.get(THINK_CLOSE)
+        thinks = self.config.traces.reasoning and asked.get("chat_template_kwargs", {}).get("thinking", True)
+        if answer.finish_reason != "length" or not thinks or not answer.answer or close in output_ids:
+            return answer
+        return replace(answer, thinking=(answer.thinking or "") + answer.answer, answer=None)
 
-    def _room(self, length: int) -> int:
-        """Tokens of answer after a prompt of `length` tokens."""
-        wanted = self.config.traces.max_tokens
-        return wanted if self.context is None or not length else min(wanted, self.context - length)
+    async def _renderer(self, server: Server) -> Renderer:
+        url = server.endpoint.url
+        if url not in self._renderers:
+            self._renderers[url] = await renderer_for(server, self.config.verifier)
+        return self._renderers[url]
 
     def _fail(self, key: str, reason: str) -> None:
         self.pool.fail(key, reason)

@@ -147,12 +147,12 @@ class Written:
     def add(self, split: str, place: Place) -> None:
         """Counts a prompt."""
         self.sizes[split] += 1
-        self.hashes[split].update(f"{place.key}\n".encode())
+        self.hashes[split].update(f"{place.key} {place.kind}\n".encode())
         if not place.held_out:
             self.used[place.source] += 1
 
     def digest(self, split: str) -> str:
-        """32 hex digits that name a split: its prompts' keys in order."""
+        """32 hex digits that name a split: its prompts' keys and domains in order."""
         return str(self.hashes[split].hexdigest()[:32])
 
 

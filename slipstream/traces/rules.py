@@ -12,6 +12,8 @@ from slipstream import verifier
 from slipstream.config import RunConfig
 from slipstream.traces.trace import MISMATCHED, Trace
 
+FINISHED = frozenset({"stop", "length", "tool_calls"})
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -51,13 +53,15 @@ class Rules:
         return boundary
 
     def rejection(self, trace: Trace) -> str | None:
-        """Why a trace may not be trained on (one word, for counting), or None."""
+        """Why a trace may not be trained on (what stands before a colon is counted), or None."""
         boundary = trace.boundary(self.think_close)
         return self._incomplete(trace) or self._unreasoned(trace, boundary) or self._unbalanced(trace, boundary)
 
     def _incomplete(self, trace: Trace) -> str | None:
         if trace.ids == MISMATCHED:
             return "token_mismatch"
+        if trace.finish_reason not in FINISHED:
+            return f"unfinished: finish_reason {trace.finish_reason}"
         if not trace.output_ids:
             return "empty_output"
         if trace.truncated and not self.keep_truncated:

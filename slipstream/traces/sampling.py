@@ -14,6 +14,9 @@ from slipstream.digest import digest
 NO_THINKING = {"thinking": False, "enable_thinking": False}  # Kimi's and DeepSeek's word for it, Qwen's and GLM's
 
 
+OFF = -1  # said, not left out: vLLM would fill in the top_k of the verifier's generation_config.json
+
+
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
@@ -38,8 +41,7 @@ def fields(config: TracesConfig, key: str, turn: int = 0) -> dict[str, Any]:
     made: dict[str, Any] = {"max_tokens": config.max_tokens, "temperature": mode.temperature}
     if mode.temperature > 0:
         made |= {"top_p": mode.top_p, "seed": _hash(f"{config.seed}:{key}:{turn}") >> 33}
-        if mode.top_k:
-            made["top_k"] = mode.top_k
+        made["top_k"] = mode.top_k or OFF
     if mode.reasoning_effort is not None:
         made["reasoning_effort"] = mode.reasoning_effort
     if not mode.thinking:

@@ -13,6 +13,7 @@ from slipstream.config import TracesConfig
 from slipstream.digest import digest_tokens
 from slipstream.errors import StageFailed
 from slipstream.traces import sampling, splits, table
+from slipstream.traces.generate import Outcome
 from slipstream.traces.pool import TracePool, batches
 from slipstream.traces.prompts import Prompt
 from slipstream.traces.rules import Rules
@@ -22,6 +23,7 @@ from slipstream.traces.trace import Trace
 
 REJECTS = "rejects.jsonl"
 NO_ANSWER = "no answer"
+FOLLOWS_REJECTED = "follows_rejected_turn"  # its history holds what was rejected
 
 
 class Selection:
@@ -54,11 +56,12 @@ class Selection:
             turns = complete.get(keys[prompt.key])
             if turns is None:
                 self._reject(prompt, 0, errors.get(keys[prompt.key], NO_ANSWER), rejects)
-            first = True
+            first, unusable = True, False
             for trace in turns or ():
                 self.summary.answer(trace)
-                reason = self._rules.rejection(trace)
+                reason = FOLLOWS_REJECTED if unusable else self._rules.rejection(trace)
                 if reason is not None:
+                    unusable = True
                     self._reject(prompt, trace.turn, reason, rejects)
                     continue
                 self._accept(split, prompt, trace, rows)
@@ -97,7 +100,7 @@ class Selection:
             "supervised_tokens": self.supervised,
         }
 
-    def check(self) -> None:
+    def check(self, outcome: Outcome) -> None:
         """Raises StageFailed when too much was lost, cut or not exact; nothing that is recorded is thrown away."""
         turns = self.rejected + sum(self.rows.values())
         first = self.first_reject
@@ -106,6 +109,11 @@ class Selection:
             raise StageFailed(
                 f"traces: {self.rejected} of {turns} have no usable trace, more than max_rejected_share "
                 f"{self._config.max_rejected_share:g}; {detail}{self._advice()}, all are in {self._folder / REJECTS}"
+            )
+        if outcome.stopped and first:
+            raise StageFailed(
+                f"traces: {outcome.failed} prompts failed, so the rest was not asked; the first is "
+                f"{self._name(first)} ({first['reason']}), all are in {self._folder / REJECTS}"
             )
         if self.summary.mismatch_share() > self._config.max_mismatch_share:
             raise StageFailed(

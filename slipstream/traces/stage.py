@@ -32,16 +32,19 @@ Servers = Callable[[Path], AbstractContextManager[Sequence[Endpoint]]]
 def _asked_of(config: RunConfig) -> dict[str, Any]:
     """Who answers: what the pool's rows have in common."""
     served = config.verifier
+    own = not config.servers.traces_endpoints
     return {
         "verifier": verifier.identity(served),
         "dtype": served.dtype,
         "reasoning_parser": served.reasoning_parser,
         "tool_call_parser": served.tool_call_parser,
+        "max_model_len": served.max_model_len,  # it cuts long answers and ends long conversations
+        "extra_args": config.servers.extra_args if own else [],
     }
 
 
 def _recipe(config: RunConfig) -> dict[str, Any]:
-    return {**_asked_of(config), "max_model_len": config.verifier.max_model_len, **config.traces.recipe()}
+    return {**_asked_of(config), **config.traces.recipe()}
 
 
 def key(config: RunConfig, prompts: Artifact) -> str:
@@ -86,7 +89,7 @@ def run(
         rendered = samples.rendered(selection.samples.chosen(), rules, verifier.folder_of(config.verifier))
         atomic.write_json(folder.path / samples.FILE, rendered)
         page.write(folder.path)
-        selection.check()
+        selection.check(outcome)
         total = sum(1 for _ in _traced(prompts))
         return folder.commit(
             version=VERSION,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 BUCKETS = 240
 SAMPLE_S = 0.25
@@ -18,7 +19,8 @@ class Throughput:
         self.bucket_s = 1.0
         self.answers = self.tokens = 0
         self._buckets: list[int] = [0]
-        self._waiting = 0.0  # seconds in which this process was not the limit
+        self._waiting = 0.0  # seconds in which servers had requests and this process was not busy
+        self._working = True
         self._first_cpu = time.thread_time()
         self._wall, self._cpu = self.started, self._first_cpu
 
@@ -35,16 +37,17 @@ class Throughput:
         self._buckets += [0] * (index + 1 - len(self._buckets))
         self._buckets[index] += tokens
 
-    async def sample(self) -> None:
-        """For ever: what share of each moment the event loop's thread computed, while requests were in flight."""
+    async def sample(self, working: Callable[[], bool]) -> None:
+        """For ever: what share of each moment the event loop's thread computed; `working`: servers have requests."""
         while True:
             await asyncio.sleep(SAMPLE_S)
+            self._working = working()
             self._look()
 
     def _look(self) -> None:
         wall, cpu = time.monotonic(), time.thread_time()
         moment = wall - self._wall
-        if cpu - self._cpu < BUSY * moment:
+        if self._working and cpu - self._cpu < BUSY * moment:
             self._waiting += moment
         self._wall, self._cpu = wall, cpu
 

@@ -14,9 +14,10 @@ CALM_S = 1.0  # one back-off for all the refusals of the same moment
 class Window:
     """The bound on requests in flight at one server, between 1 and `maximum`.
 
-    Doubles after each window of `limit` answers whose tokens a second beat the best so far by GAIN, until the
-    server first refuses (429, 503); a refusal halves it, and growth is by an eighth from then on.  It grows only
-    while it is the limit: answers given while slots were free say nothing about a larger window.
+    Judged after each window of `limit` answers by their tokens a second.  While a larger window brings at least GAIN
+    times as much it doubles, until the server first refuses (429, 503); a refusal halves it, and growth is by an eighth
+    from then on.  A growth that brings nothing is taken back, and tried again PATIENCE windows later.  Answers given
+    while slots were free say nothing about a larger window and are not judged.
     """
 
     def __init__(self, maximum: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,27 +53,28 @@ class Window:
 
     def _judge(self, rate: float) -> None:
         if rate > self._best * GAIN:
-            self._best, self._flat, self._trial_of = rate, 0, None
+            self._best, self._flat = rate, 0
             self._grow()
         elif self._trial_of is not None:
-            self.limit, self._trial_of = self._trial_of, None
+            self.limit, self._trial_of, self._flat = self._trial_of, None, 0
         else:
             self._flat += 1
-            if self._flat > PATIENCE:
-                self._best, self._flat, self._trial_of = rate, 0, self.limit
+            if self._flat >= PATIENCE:
+                self._best, self._flat = rate, 0
                 self._grow()
 
     def _grow(self) -> None:
+        self._trial_of = self.limit if self.limit < self.maximum else None
         step = max(1, self.limit // 8) if self.backoffs else self.limit
         self.limit = min(self.maximum, self.limit + step)
 
-    def refused(self) -> None:
-        """Notes that the server asked for less."""
+    def refused(self, in_flight: int) -> None:
+        """Notes that the server asked for less while so many requests were in flight."""
         now = self._clock()
         if now - self._refused_at < CALM_S:
             return
         self._refused_at = now
         self.backoffs += 1
-        self.limit = max(1, self.limit // 2)
+        self.limit = max(1, min(self.limit, in_flight) // 2)
         self._best, self._flat, self._trial_of = 0.0, 0, None
         self._restart()

@@ -83,6 +83,24 @@ def test_what_is_no_completion_is_malformed(broken: dict[str, Any]) -> None:
         chat.to_answer(broken)
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"token_ids": ["token_id:5"]},
+        {"token_ids": [2**40]},
+        {"token_ids": [1.5]},
+        {"message": {"content": [{"type": "text"}]}},
+        {"message": {"content": "a", "tool_calls": ["x"]}},
+        {"message": {"content": "a", "tool_calls": [{"function": None}]}},
+    ],
+)
+def test_fields_of_another_type_are_malformed(field: dict[str, Any]) -> None:
+    broken = answer()
+    broken["choices"][0] |= field
+    with pytest.raises(TransientError, match="malformed"):
+        chat.to_answer(broken)
+
+
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_answer_that_the_engine_gave_up_is_asked_again(reason: str) -> None:
     with pytest.raises(TransientError, match=reason):

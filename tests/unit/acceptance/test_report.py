@@ -77,7 +77,7 @@ def stage_folder(workdir: Path, stage: str, write: Callable[[Path], list[str]], 
 def summary() -> dict[str, Any]:
     """A traces summary with one domain, whose name tries to break out as well."""
     made = Summary()
-    made.accept(EVIL, Trace("k", (1, 2), (3, 4, 5), "stop", None, None), 1)
+    made.accept(EVIL, Trace("k", (1, 2), (3, 4, 5), "stop", None, None), 1, True)
     return {**made.figures(), "splits": {"train": 1, "validation": 0}, "execution": None}
 
 

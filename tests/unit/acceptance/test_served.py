@@ -8,11 +8,12 @@ import pytest
 from stub_server import Reply, StubServer, ids_of
 
 from slipstream.acceptance.served import WARM_UP, Measurement, measure
-from slipstream.config import AcceptanceConfig
+from slipstream.config import AcceptanceConfig, VerifierConfig
 from slipstream.errors import ServerError, SlipstreamError
 from slipstream.serving import Endpoint
 from slipstream.traces.prompts import parse
 
+VERIFIER = VerifierConfig(path="slipstream/pocket/verifier")
 TEXTS = [f"prompt {i}" for i in range(12)]
 
 
@@ -21,7 +22,7 @@ def run(stub: StubServer, **more: Any) -> tuple[Measurement, int]:
     told: list[None] = []
     config = AcceptanceConfig(**({"max_tokens": 9, "concurrency": 4, "request_timeout_s": 5} | more))
     prompts = [parse({"prompt": text}) for text in TEXTS]
-    return measure(Endpoint(stub.url, "stub"), prompts, config, lambda: told.append(None)), len(told)
+    return measure(Endpoint(stub.url, "stub"), prompts, config, VERIFIER, lambda: told.append(None)), len(told)
 
 
 def test_counters_are_those_of_this_pass_without_the_warm_up(stub: StubServer) -> None:
@@ -74,7 +75,7 @@ def test_a_conversation_is_had_turn_by_turn(stub: StubServer) -> None:
         {"role": "user", "content": "u2"},
     ]
     config = AcceptanceConfig(max_tokens=9, concurrency=4, request_timeout_s=5)
-    measured = measure(Endpoint(stub.url, "stub"), [parse({"messages": turns})], config, lambda: None)
+    measured = measure(Endpoint(stub.url, "stub"), [parse({"messages": turns})], config, VERIFIER, lambda: None)
     assert [list(trace.output_ids) for trace in measured.conversations[0]] == [ids_of("u1")[1], ids_of("u2")[1]]
     assert [turn["content"] for turn in stub.asked()[-1]["messages"]] == ["u1", "fresh", "u2"]
 
@@ -82,6 +83,27 @@ def test_a_conversation_is_had_turn_by_turn(stub: StubServer) -> None:
 def test_tools_without_a_parser_are_not_called(stub: StubServer) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     config = AcceptanceConfig(max_tokens=9, concurrency=4, request_timeout_s=5)
-    for parsed in (False, True):
-        measure(Endpoint(stub.url, "stub"), [parse({"prompt": "x", "tools": [tool]})], config, lambda: None, parsed)
+    for parser in (None, "kimi_k2"):
+        verifier = VERIFIER.model_copy(update={"tool_call_parser": parser})
+        prompts = [parse({"prompt": "x", "tools": [tool]})]
+        measure(Endpoint(stub.url, "stub"), prompts, config, verifier, lambda: None)
     assert [body.get("tool_choice") for body in stub.asked()] == ["none", "none", None, None]
+
+
+def test_a_conversation_ends_where_the_context_does(stub: StubServer) -> None:
+    """Context 64: 50 tokens leave room for 14 of the 40 wanted, 64 for none."""
+    stub.max_model_len, stub.strict_context = 64, True
+    lengths = {"u1": 50, "u2": 64}
+    stub.on_tokenize(lambda body: [5] * lengths.get(body["messages"][-1]["content"], 3))
+    stub.on_chat(lambda body, number: Reply(prompt_ids=[5] * 50, output_ids=[7] * 4))
+    turns = [{"role": "user", "content": "u1"}, {"role": "assistant"}, {"role": "user", "content": "u2"}]
+    config = AcceptanceConfig(max_tokens=40, concurrency=4, request_timeout_s=5)
+    measured = measure(
+        Endpoint(stub.url, "stub"),
+        [parse({"messages": turns}), parse({"prompt": "u2"})],
+        config,
+        VERIFIER,
+        lambda: None,
+    )
+    assert [len(turns) for turns in measured.conversations] == [1, 0]
+    assert {body["max_tokens"] for body in stub.asked()} == {14}

@@ -53,8 +53,9 @@ def sail(
 async def ask(fleet: Fleet, text: str, attempts: int = 3) -> Answer:
     """One request."""
     messages = [{"role": "user", "content": text}]
-    answer, _ = await fleet.send(lambda server: server.chat(messages, [], {}), attempts)
-    return answer
+    return await fleet.send(
+        lambda server: server.chat(messages, [], {}), attempts, lambda answer: len(answer.output_ids or ())
+    )
 
 
 @pytest.mark.usefixtures("no_backoff")
@@ -89,15 +90,85 @@ def test_the_servers_wish_is_waited_for(stub: StubServer, monkeypatch: pytest.Mo
     assert time.monotonic() - started > 0.4
 
 
-def test_a_refusal_halves_the_window(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_makes_the_window_smaller(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleets.random, "uniform", lambda low, high: 0.0)
-    stub.on("W", Reply(status=503), Reply())
+    stub.max_concurrent, stub.default = 4, Reply(delay_s=0.05)
 
-    async def use(fleet: Fleet) -> int:
-        await ask(fleet, "W")
-        return fleet.lanes[0].window.limit
+    async def use(fleet: Fleet) -> tuple[int, int]:
+        await asyncio.gather(*(ask(fleet, f"p{i}") for i in range(12)))
+        return fleet.lanes[0].window.backoffs, fleet.lanes[0].window.limit
 
-    assert sail([stub], use, maximum=8) == 4
+    backoffs, limit = sail([stub], use, maximum=8)
+    assert backoffs == 1
+    assert limit < 8
+
+
+def test_a_server_that_only_refuses_costs_no_prompt_while_another_answers(two: list[StubServer]) -> None:
+    """A gateway without its engine: it answers fastest, and would draw all work to itself."""
+    two[0].default = Reply(status=503)
+    two[1].default = Reply(delay_s=0.02)
+
+    async def use(fleet: Fleet) -> list[Answer]:
+        return await asyncio.gather(*(ask(fleet, f"p{i}", attempts=2) for i in range(60)))
+
+    assert len(sail(two, use, maximum=8)) == 60
+    assert len(two[0].asked()) < 60
+
+
+def test_a_page_of_the_proxy_where_the_server_was(two: list[StubServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    two[0].default = Reply(status=502)
+
+    async def use(fleet: Fleet) -> Answer:
+        async def gone() -> bool:
+            return False
+
+        fleet.lanes[0].server.alive = gone  # type: ignore[method-assign]
+        answers = await asyncio.gather(*(ask(fleet, f"p{i}", attempts=1) for i in range(8)))
+        assert fleet.lanes[0].away
+        return answers[0]
+
+    assert sail(two, use).finish_reason == "stop"
+
+
+def test_who_waits_longest_is_next(stub: StubServer) -> None:
+    stub.default = Reply(delay_s=0.02)
+    texts = iter([f"p{i:02}" for i in range(40)])
+    order: list[str] = []
+
+    async def use(fleet: Fleet) -> None:
+        async def work() -> None:
+            for text in texts:
+                await ask(fleet, text)
+                order.append(text)
+
+        await asyncio.gather(*(work() for _ in range(4)))
+
+    sail([stub], use, maximum=2)
+    late = max(abs(i - order.index(f"p{i:02}")) for i in range(40))
+    assert late <= 4
+
+
+def test_trouble_while_coming_back_is_no_trouble_for_the_others(
+    two: list[StubServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "LOOK_AGAIN_S", 0.02)
+    looked = 0
+
+    async def admit(server: chat.Server) -> None:
+        nonlocal looked
+        looked += 1
+        if server.endpoint.url == two[1].url and looked > 2:
+            raise AttributeError("what it sent was no list of models")
+
+    async def use(fleet: Fleet) -> Answer:
+        fleet.lanes[1].leave()
+        await asyncio.sleep(0.2)
+        assert fleet.lanes[1].away
+        assert fleet.lost is None
+        return await ask(fleet, "p")
+
+    assert sail(two, use, admit=admit).finish_reason == "stop"
+    assert looked > 4
 
 
 def test_never_more_in_flight_than_the_window(stub: StubServer) -> None:
@@ -143,15 +214,16 @@ def test_a_server_that_goes_away_costs_no_attempt_and_comes_back(
     two: list[StubServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleets, "LOOK_AGAIN_S", 0.05)
-    for server in two:
-        server.default = Reply(delay_s=0.1)
+    two[0].default = Reply(delay_s=5)
 
     async def use(fleet: Fleet) -> list[Answer]:
         first = [asyncio.ensure_future(ask(fleet, f"p{i}", attempts=1)) for i in range(8)]
-        await asyncio.sleep(0.05)
+        while len(two[0].asked()) < 4:
+            await asyncio.sleep(0.01)
         await asyncio.to_thread(two[0].away)
         answers = await asyncio.gather(*first)
         assert fleet.lanes[0].away
+        two[0].default = Reply()
         await asyncio.to_thread(two[0].back)
         while fleet.lanes[0].away:
             await asyncio.sleep(0.01)

@@ -191,3 +191,8 @@ def test_thinking_where_none_was_asked_leaks() -> None:
         "k", (1,), (5, CLOSE, 7, END), "stop", None, "a", sampling={"chat_template_kwargs": {"thinking": False}}
     )
     assert Rules(think_open=OPEN, think_close=CLOSE, eos_ids=(END,)).rejection(trace) == "leaked_thinking"
+
+
+@pytest.mark.parametrize("reason", ["content_filter", "None", "function_call"])
+def test_an_answer_that_did_not_finish_is_named(reason: str) -> None:
+    assert RULES.rejection(replace(GOOD, finish_reason=reason)) == f"unfinished: finish_reason {reason}"

@@ -87,8 +87,9 @@ def test_fields_of_a_sampling_mode() -> None:
     assert 0 <= seed < 2**31  # what engines take as a seed everywhere
 
 
-def test_top_k_zero_is_not_sent() -> None:
-    assert "top_k" not in fields(asked_by(WARM), "k")
+def test_top_k_off_is_said() -> None:
+    """Left out, vLLM would take the verifier's own from its generation_config.json."""
+    assert fields(asked_by(WARM), "k")["top_k"] == -1
 
 
 def test_a_request_is_the_same_when_repeated() -> None:

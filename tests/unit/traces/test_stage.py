@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from stub_server import CUT, END, THINK_CLOSE, Reply, StubServer, ids_of
 
 from slipstream.errors import InputError, StageFailed, TransientError
 from slipstream.progress import Progress
+from slipstream.serving import Endpoint
 from slipstream.traces.pool import TracePool
 from slipstream.traces.prompts import parse
 from tests.unit.traces.conftest import Runner, rejects_of, rows_of, summary_of
@@ -335,7 +338,7 @@ def test_a_mixture_of_sampling_is_recorded_by_row(run: Runner) -> None:
     run(TEXTS, sampling=modes)
     bodies = {body["messages"][-1]["content"]: body for body in run.stub.asked()}
     assert {(body["temperature"], body.get("reasoning_effort"), body.get("top_k")) for body in bodies.values()} == {
-        (0.6, "low", None),
+        (0.6, "low", -1),
         (1.0, None, 20),
     }
 
@@ -358,4 +361,59 @@ def test_a_server_without_tokenizer_endpoint_still_works(run: Runner) -> None:
     run.stub.on_tokenize(lambda body: 404)
     made = run(TEXTS)
     assert len(rows_of(made)) == len(run.traced(TEXTS))
-    assert summary_of(made)["execution"]["special_tokens"] == "not told by the server"
+    assert summary_of(made)["execution"]["special_tokens"] == "not told by every server"
+
+
+def test_what_was_stopped_is_never_finished(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few losses are within the limit of the whole, but most of what was left was not even asked."""
+    every = run.traced(TEXTS)
+    for text in every[:6]:
+        run.stub.on(text, Reply(status=400))
+    assert len(rows_of(run(TEXTS, max_rejected_share=0.3))) == len(every) - 6
+    monkeypatch.setattr("slipstream.traces.generate.MANY_FAILURES", 0)
+    asked = len(run.stub.asked())
+    with pytest.raises(StageFailed, match=r"prompts failed, so the rest was not asked; the first is .*HTTP 400"):
+        run(TEXTS, max_rejected_share=0.3, keep_truncated=False, concurrency=1)
+    assert len(run.stub.asked()) - asked < 6
+
+
+def test_an_answer_that_cannot_be_recorded_ends_the_stage(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit of several answers comes from a timer, where nobody would see it fail."""
+
+    def full(pool: TracePool) -> None:
+        raise StageFailed("the ledger cannot be used (database or disk is full)")
+
+    run.stub.default = Reply(delay_s=0.01)
+    monkeypatch.setattr(TracePool, "commit", full)
+    with pytest.raises(StageFailed, match="disk is full"):
+        run(TEXTS, concurrency=2)
+
+
+def test_turns_after_a_rejected_one_are_rejected(run: Runner) -> None:
+    row = {"messages": [{"role": "user", "content": "u1"}, {"role": "assistant"}, {"role": "user", "content": "u2"}]}
+    run.stub.on("u1", Reply(answer="leak <think> more"))
+    made = run([row, *TEXTS], max_rejected_share=0.3)
+    reasons = [(reject["turn"], reject["reason"]) for reject in rejects_of(made.folder)]
+    assert reasons == [(0, "leaked_thinking"), (1, "follows_rejected_turn")]
+    assert parse(row).key not in {found["key"] for found in rows_of(made)}
+
+
+def test_a_cut_answer_without_a_parser_is_open_thinking(run: Runner) -> None:
+    cut = Reply(answer="half a tho", thinking=None, spelling=None, finish_reason="length", output_ids=(30, 31))
+    run.stub.on(run.traced(TEXTS)[0], cut)
+    row = next(row for row in rows_of(run(TEXTS)) if row["finish_reason"] == "length")
+    assert (row["thinking"], row["answer"]) == ("half a tho", None)
+
+
+def test_an_endpoint_with_another_model_gets_nothing(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    with StubServer() as other:
+        servers = run.servers
+
+        @contextmanager
+        def both(logs: Path) -> Iterator[list[Endpoint]]:
+            with servers(logs) as found:
+                yield [*found, Endpoint(other.url, "another model")]
+
+        run.servers = both  # type: ignore[method-assign]
+        assert len(rows_of(run(TEXTS))) == len(run.traced(TEXTS))
+        assert not other.asked()

@@ -103,7 +103,9 @@ def test_seconds_since_the_beginning(clock: Clock) -> None:
     assert made.seconds == 12.5
 
 
-def sampled(clock: Clock, monkeypatch: pytest.MonkeyPatch, *moments: tuple[float, float]) -> dict[str, Any]:
+def sampled(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, *moments: tuple[float, float], working: bool = True
+) -> dict[str, Any]:
     """The figures after moments of so many seconds, of which so many were computed."""
     made = Throughput()
     left = iter(moments)
@@ -116,7 +118,7 @@ def sampled(clock: Clock, monkeypatch: pytest.MonkeyPatch, *moments: tuple[float
 
     monkeypatch.setattr(throughput, "asyncio", SimpleNamespace(sleep=sleep))
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(made.sample())  # ended in the last moment, which figures() looks at
+        asyncio.run(made.sample(lambda: working))  # ended in the last moment, which figures() looks at
     return made.figures()
 
 

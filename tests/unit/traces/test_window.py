@@ -55,14 +55,14 @@ def test_it_stops_where_a_larger_window_brings_no_more() -> None:
     window, clock = started()
     server = 1280  # tokens a second at most: 128 requests in flight use it up
     grown = [windowful(window, clock, min(server, window.limit * TOKENS)) for _ in range(8)]
-    assert grown == [32, 64, 128, 256, 256, 256, 256, 256]
+    assert grown == [32, 64, 128, 256, 128, 128, 128, 128]  # 256 brought nothing and is given up
 
 
 def test_it_wants_five_percent_more() -> None:
     window, clock = started()
     windowful(window, clock, 1000)
-    assert windowful(window, clock, 1040) == 32
-    assert windowful(window, clock, 1060) == 64
+    assert windowful(window, clock, 1040) == 16
+    assert windowful(window, clock, 1060) == 32
 
 
 def test_no_judgement_before_a_window_of_answers() -> None:
@@ -88,9 +88,9 @@ def test_the_rate_counts_tokens_not_answers() -> None:
 
 def test_after_patience_flat_windows_a_larger_one_is_tried() -> None:
     window, clock = started()
-    windowful(window, clock, 100)
-    assert [windowful(window, clock, 100) for _ in range(PATIENCE)] == [32] * PATIENCE
-    assert windowful(window, clock, 100) == 64
+    assert [windowful(window, clock, 100) for _ in range(2)] == [32, 16]
+    assert [windowful(window, clock, 100) for _ in range(PATIENCE)] == [16] * (PATIENCE - 1) + [32]
+    assert windowful(window, clock, 100) == 16
 
 
 def test_after_the_retry_growth_is_measured_against_today() -> None:
@@ -98,8 +98,13 @@ def test_after_the_retry_growth_is_measured_against_today() -> None:
     windowful(window, clock, 1000)
     for _ in range(PATIENCE + 1):
         windowful(window, clock, 100)  # the load has changed: 1000 is no longer to be had
-    assert window.limit == 64
-    assert windowful(window, clock, 200) == 128
+    assert window.limit == 32
+    assert windowful(window, clock, 200) == 64
+
+
+def test_a_larger_window_that_hurts_is_given_up_at_the_maximum_as_well() -> None:
+    window, clock = started(512, limit=256)
+    assert [windowful(window, clock, rate) for rate in (1000, 500, 1000)] == [512, 256, 256]
 
 
 def test_free_slots_say_nothing_about_a_larger_window() -> None:
@@ -123,18 +128,24 @@ def test_it_never_passes_the_maximum() -> None:
 def test_a_refusal_halves_it() -> None:
     window, clock = started()
     windowful(window, clock, 100)
-    window.refused()
+    window.refused(window.limit)
     assert (window.limit, window.backoffs) == (16, 1)
+
+
+def test_a_refusal_counts_what_was_in_flight() -> None:
+    window, _ = started(limit=64)
+    window.refused(8)
+    assert window.limit == 4
 
 
 def test_refusals_of_one_moment_are_one_backoff() -> None:
     window, clock = started()
     for after in (0, 0.25, 0.5):
-        window.refused()
+        window.refused(window.limit)
         clock.now += after
     assert (window.limit, window.backoffs) == (8, 1)
     clock.now += CALM_S
-    window.refused()
+    window.refused(window.limit)
     assert (window.limit, window.backoffs) == (4, 2)
 
 
@@ -142,7 +153,7 @@ def test_a_server_that_refuses_for_ever_still_gets_one_request() -> None:
     window, clock = started()
     limits = []
     for _ in range(6):
-        window.refused()
+        window.refused(window.limit)
         limits.append(window.limit)
         clock.now += CALM_S
     assert limits == [8, 4, 2, 1, 1, 1]
@@ -152,7 +163,7 @@ def test_after_a_refusal_it_grows_by_an_eighth() -> None:
     window, clock = started()
     for rate in (100, 200, 400):
         windowful(window, clock, rate)
-    window.refused()
+    window.refused(window.limit)
     assert window.limit == 64
     assert [windowful(window, clock, rate) for rate in (500, 600, 700)] == [72, 81, 91]  # + 64/8, 72/8, 81/8
 
@@ -160,13 +171,13 @@ def test_after_a_refusal_it_grows_by_an_eighth() -> None:
 def test_a_refusal_forgets_what_the_server_once_gave() -> None:
     window, clock = started()
     windowful(window, clock, 1000)
-    window.refused()
+    window.refused(window.limit)
     assert [windowful(window, clock, rate) for rate in (100, 120)] == [18, 20]  # + 16/8, 18/8
 
 
 def test_after_a_refusal_a_small_window_grows_by_one() -> None:
     window, clock = started(4, limit=4)
-    window.refused()
+    window.refused(window.limit)
     assert [windowful(window, clock, rate) for rate in (100, 200, 400)] == [3, 4, 4]
 
 
@@ -175,7 +186,7 @@ def test_answers_before_a_refusal_do_not_count_after_it() -> None:
     window.used(16)
     for _ in range(15):
         window.answered(TOKENS)
-    window.refused()
+    window.refused(window.limit)
     for _ in range(7):
         window.answered(TOKENS)
     clock.now += 1
@@ -187,7 +198,7 @@ OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("used"), st.integers(1, 300)),
         st.tuples(st.just("answered"), st.integers(0, 5000)),
-        st.tuples(st.just("refused"), st.just(0)),
+        st.tuples(st.just("refused"), st.integers(1, 300)),
         st.tuples(st.just("wait"), st.integers(0, 3)),
         st.tuples(st.just("windowful"), st.integers(1, 10_000)),
     ),
@@ -211,11 +222,11 @@ def test_it_never_leaves_one_to_maximum(maximum: int, operations: list[tuple[str
         elif name == "wait":
             clock.now += value / 2
         else:
-            window.refused()
+            window.refused(value)
             if clock.now >= calm_until:
                 backoffs, calm_until = backoffs + 1, clock.now + CALM_S
-                assert window.limit == max(1, before // 2)
+                assert window.limit == max(1, min(before, value) // 2)
         assert 1 <= window.limit <= maximum
         assert window.limit <= before * 2
-        assert window.limit >= before or name == "refused"
+        assert window.limit >= before or name in ("refused", "answered", "windowful")
     assert window.backoffs == backoffs
