@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
-import orjson
 
+from slipstream.encoding import decode, encode
 from slipstream.errors import SlipstreamError, TransientError, is_transient_status
 from slipstream.serving import Endpoint, authorization
 from slipstream.verifier import THINK_CLOSE
@@ -152,7 +152,7 @@ class Server:
         if response.status != 200:
             raise _failure(response, data)
         try:
-            answer = _decode(data)
+            answer = decode(data)
         except ValueError as error:
             raise TransientError(f"malformed: the answer is not JSON ({data[:60]!r})") from error
         if not isinstance(answer, dict):
@@ -165,21 +165,6 @@ _JSON = {"Content-Type": "application/json"}
 
 class _NoSuchPage(Refused):
     """The address does not exist on this server."""
-
-
-def encode(body: Any) -> bytes:
-    """JSON as it is sent."""
-    try:
-        return orjson.dumps(body)
-    except TypeError:
-        return json.dumps(body).encode("ascii")  # takes half of a surrogate pair, which a model can write
-
-
-def _decode(data: bytes) -> Any:
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return json.loads(data)  # as above
 
 
 def _failure(response: aiohttp.ClientResponse, data: bytes) -> SlipstreamError:

@@ -30,7 +30,7 @@ from slipstream.verifier import THINK_CLOSE, folder_of
 TEMPLATE_MARGIN = 16
 MANY_FAILURES = 100  # below so many a share says little
 COMMIT_EVERY_S = 0.05  # answers that arrive faster than this share a commit
-Asked = Callable[[int], Iterable[tuple[str, Prompt]]]
+Asked = Callable[[int], Iterable[tuple[str, Prompt, bool]]]
 
 
 @dataclass
@@ -55,7 +55,8 @@ def generate(
 ) -> Outcome:
     """Asks for every prompt that `asked` gives (`total` of them) and records each turn as it arrives.
 
-    `asked(longer_than)` gives row keys and prompts, without those whose record has no more bytes than that.
+    `asked(longer_than)` gives row keys and prompts, and whether some turn is recorded, without prompts whose record
+    has no more bytes than that.
 
     Raises InputError when the server's special tokens are not the verifier's, TransientError when all servers
     stay away.  A prompt that fails is recorded with its reason and the others go on; when more have failed than
@@ -79,10 +80,10 @@ async def _generate(
         queue = iter(asked(0))
 
         async def work() -> None:
-            for key, prompt in queue:
+            for key, prompt, begun in queue:
                 if generation.outcome.stopped:
                     return
-                await generation.converse(key, prompt)
+                await generation.converse(key, prompt, begun)
 
         try:
             await run_workers(work, min(traces.concurrency, total))
@@ -123,7 +124,7 @@ class _Generation:
         queue = iter(asked(self.room.settled_bytes))
 
         async def work() -> None:
-            for key, prompt in queue:
+            for key, prompt, _ in queue:
                 if self.outcome.stopped:
                     return
                 messages = next_messages(prompt, ()) or []
@@ -152,11 +153,11 @@ class _Generation:
         template: dict[str, Any] = fields.get("chat_template_kwargs", {})
         return template
 
-    async def converse(self, key: str, prompt: Prompt) -> None:
+    async def converse(self, key: str, prompt: Prompt, begun: bool) -> None:
         """Asks for the turns of one prompt that are not recorded yet; what goes wrong is recorded, not raised."""
         if self.room.after(self._lengths.get(prompt.key, 0)) < 1:
             return  # recorded by check_lengths
-        turns = self.pool.turns(key)
+        turns = self.pool.turns(key) if begun else []
         try:
             messages = next_messages(prompt, turns)
             while messages is not None:

@@ -99,11 +99,12 @@ class TracePool:
             made.setdefault(key, []).append(Trace.from_record(*record))
         return made
 
-    def missing(self, keys: Sequence[str]) -> set[str]:
-        """Which of at most BATCH keys have no complete conversation."""
+    def missing(self, keys: Sequence[str]) -> dict[str, bool]:
+        """Which of at most BATCH keys have no complete conversation, and whether one was begun."""
         marks = ",".join("?" * len(keys))
-        done = self._execute(f"SELECT key FROM rows WHERE final AND key IN ({marks})", keys)
-        return set(keys).difference(key for (key,) in done)
+        found = self._execute(f"SELECT key, max(final) FROM rows WHERE key IN ({marks}) GROUP BY key", keys)
+        complete = {key: bool(final) for key, final in found}
+        return {key: key in complete for key in keys if not complete.get(key)}
 
     def errors(self, keys: Sequence[str]) -> dict[str, str]:
         """Why those of at most BATCH keys that failed did."""

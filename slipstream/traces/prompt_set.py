@@ -24,6 +24,7 @@ from slipstream import atomic
 from slipstream.artifact import Artifact, claim, stage_key
 from slipstream.config import PromptsConfig
 from slipstream.digest import digest
+from slipstream.encoding import decode
 from slipstream.errors import InputError, StageFailed
 from slipstream.traces.gathered import Gathered, Place, Tally, gathering
 from slipstream.traces.mixture import mixture
@@ -183,7 +184,7 @@ def load(artifact: Artifact, split: str, longer_than: int = 0) -> Iterator[Promp
     with (artifact.folder / f"{split}.jsonl").open("rb") as file:
         for line in file:
             if len(line) > longer_than:
-                yield Prompt.from_json(json.loads(line))
+                yield Prompt.from_json(decode(line))
 
 
 def count(artifact: Artifact, split: str) -> int:

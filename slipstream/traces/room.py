@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from slipstream.chat import Message, Refused, Server, encode
+from slipstream.chat import Message, Refused, Server
 from slipstream.config import VerifierConfig
+from slipstream.encoding import encode
 from slipstream.errors import InputError
 from slipstream.local_tokenizer import LocalTokenizer
 

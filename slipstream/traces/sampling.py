@@ -26,6 +26,8 @@ def draw(config: TracesConfig, key: str) -> Sampling:
 
     A changed weight moves only the prompts whose place changes sides.
     """
+    if len(config.sampling) == 1:
+        return config.sampling[0]
     total = sum(mode.weight for mode in config.sampling)
     place = _hash(f"mode:{config.seed}:{key}") / 2**64 * total
     for mode in config.sampling:

@@ -116,9 +116,9 @@ def _traced(prompts: Artifact, longer_than: int = 0) -> Iterator[Prompt]:
 
 def _missing(
     prompts: Artifact, config: RunConfig, pool: TracePool, longer_than: int = 0
-) -> Iterator[tuple[str, Prompt]]:
-    """Row key and prompt of every conversation that is not complete, in order; memory for one batch."""
+) -> Iterator[tuple[str, Prompt, bool]]:
+    """Row key, prompt, and whether it was begun, of every conversation that is not complete; memory for one batch."""
     for batch in batches(_traced(prompts, longer_than)):
         keys = {sampling.row_key(config.traces, prompt.key): prompt for prompt in batch}
         missing = pool.missing(list(keys))
-        yield from ((key, prompt) for key, prompt in keys.items() if key in missing)
+        yield from ((key, keys[key], begun) for key, begun in missing.items())

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slipstream.encoding import encode
+
 if TYPE_CHECKING:
     from slipstream.chat import Answer
 
@@ -88,7 +90,7 @@ class Trace:
     def to_record(self) -> tuple[bytes, bytes, str]:
         """What the pool stores: prompt ids and output ids as little-endian int32, the rest as JSON."""
         rest = {name: value for name, value in self.__dict__.items() if name not in ("prompt_ids", "output_ids")}
-        return _packed(self.prompt_ids), _packed(self.output_ids), json.dumps(rest)
+        return _packed(self.prompt_ids), _packed(self.output_ids), encode(rest).decode()
 
     @staticmethod
     def from_record(prompt_ids: bytes, output_ids: bytes, rest: str) -> Trace:

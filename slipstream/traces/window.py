@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-START = 16  # or half the maximum: whoever allows hundreds means a server that takes them
+START = 64  # or half the maximum: any server takes so many, and whoever allows hundreds means one that takes them
 GAIN = 1.05  # a larger window must bring this much more throughput to be kept growing
 PATIENCE = 8  # windows without gain after which a larger one is tried again: the load may have changed
 CALM_S = 1.0  # one back-off for all the refusals of the same moment

@@ -84,7 +84,7 @@ def test_a_conversation_without_its_last_turn_is_missing(tmp_path: Path) -> None
     with open_pool(tmp_path, "r") as pool:
         pool.add("a", row("a", 1, 0), False)
         pool.add("a", row("a", 2, 1), False)
-        assert pool.missing(["a"]) == {"a"}
+        assert set(pool.missing(["a"])) == {"a"}
         assert pool.get(["a"]) == {}
         assert pool.turns("a") == [row("a", 1, 0), row("a", 2, 1)]
 
@@ -95,7 +95,7 @@ def test_a_later_run_continues_a_conversation_where_it_stands(tmp_path: Path) ->
     with open_pool(tmp_path, "r") as pool:
         assert [trace.turn for trace in pool.turns("a")] == [0]
         pool.add("a", row("a", 2, 1), True)
-        assert pool.missing(["a"]) == set()
+        assert set(pool.missing(["a"])) == set()
         assert pool.get(["a"]) == {"a": [row("a", 1, 0), row("a", 2, 1)]}
 
 
@@ -115,14 +115,14 @@ def test_finish_completes_what_cannot_be_continued(tmp_path: Path) -> None:
         pool.fail("a", "prompt_too_long: 99 tokens")
         pool.finish("a")
         assert pool.get(["a", "b"]) == {"a": [row("a", 1, 0), row("a", 2, 1)]}
-        assert pool.missing(["a", "b"]) == {"b"}
+        assert set(pool.missing(["a", "b"])) == {"b"}
         assert pool.errors(["a"]) == {}
 
 
 def test_finish_of_nothing_makes_nothing(tmp_path: Path) -> None:
     with open_pool(tmp_path, "r") as pool:
         pool.finish("a")
-        assert pool.missing(["a"]) == {"a"}
+        assert set(pool.missing(["a"])) == {"a"}
 
 
 def test_only_the_keys_asked_for(tmp_path: Path) -> None:
@@ -130,13 +130,13 @@ def test_only_the_keys_asked_for(tmp_path: Path) -> None:
         for key in "abc":
             pool.add(key, row(key), True)
         assert pool.get(["c", "x", "a"]) == {"a": [row("a")], "c": [row("c")]}
-        assert pool.missing(["c", "x", "a"]) == {"x"}
+        assert set(pool.missing(["c", "x", "a"])) == {"x"}
         assert pool.turns("x") == []
 
 
 def test_no_keys_are_no_query(tmp_path: Path) -> None:
     with open_pool(tmp_path, "r") as pool:
-        assert (pool.get([]), pool.missing([]), pool.errors([])) == ({}, set(), {})
+        assert (pool.get([]), set(pool.missing([])), pool.errors([])) == ({}, set(), {})
 
 
 def test_a_failure_is_kept_until_it_succeeds(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_failure_is_kept_until_it_succeeds(tmp_path: Path) -> None:
         pool.fail("b", "HTTP 400: no")
     with open_pool(tmp_path, "r") as pool:
         assert pool.errors(["a", "b", "c"]) == {"a": "timeout: no answer", "b": "HTTP 400: no"}
-        assert pool.missing(["a", "b"]) == {"a", "b"}
+        assert set(pool.missing(["a", "b"])) == {"a", "b"}
         pool.add("a", row("a"), True)
         assert pool.errors(["a", "b"]) == {"b": "HTTP 400: no"}
 
@@ -157,7 +157,7 @@ def test_another_thread_may_use_it(tmp_path: Path) -> None:
         thread = threading.Thread(target=lambda: pool.add("a", row("a"), True))
         thread.start()
         thread.join()
-        assert pool.missing(["a"]) == set()
+        assert set(pool.missing(["a"])) == set()
 
 
 def test_a_failed_turn_leaves_the_turns_before_it(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_more_keys_than_one_query_takes(tmp_path: Path) -> None:
     with open_pool(tmp_path, "r") as pool:
         for key in keys[::2]:
             pool.add(key, row(key), True)
-        assert set().union(*(pool.missing(batch) for batch in batches(keys))) == set(keys[1::2])
+        assert set().union(*(set(pool.missing(batch)) for batch in batches(keys))) == set(keys[1::2])
         assert [key for batch in batches(keys) for key in pool.get(batch)] == keys[::2]
 
 
@@ -189,7 +189,7 @@ def test_rows_outlive_the_connection_and_recipes_are_apart(tmp_path: Path) -> No
     with open_pool(tmp_path, "r") as pool:
         assert pool.get(["a"]) == {"a": [row("a")]}
     with open_pool(tmp_path, "other") as pool:
-        assert pool.missing(["a"]) == {"a"}
+        assert set(pool.missing(["a"])) == {"a"}
 
 
 def test_text_that_utf_8_cannot_hold_is_stored(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_killed_writer_leaves_every_committed_row_and_no_other(killed: Path, t
     keys = [f"k{i}" for i in range(60)]
     with open_pool(tmp_path, "r") as pool:
         assert {key: turns[0].output_ids for key, turns in pool.get(keys).items()} == {f"k{i}": (i,) for i in range(50)}
-        assert pool.missing(keys) == set(keys[50:])
+        assert set(pool.missing(keys)) == set(keys[50:])
 
 
 @pytest.mark.parametrize("cut", [1, 30, 4096 + 24, 100_001, 300_000, 600_000, None], ids=lambda cut: f"{cut} bytes")
@@ -215,12 +215,12 @@ def test_a_torn_log_keeps_what_was_committed_before_the_tear(killed: Path, tmp_p
     keys = [f"k{i}" for i in range(60)]
     with open_pool(tmp_path, "r") as pool:
         kept = len(pool.get(keys))
-        assert pool.missing(keys) == set(keys[kept:])  # the first ones, in the order of their commits
+        assert set(pool.missing(keys)) == set(keys[kept:])  # the first ones, in the order of their commits
         assert kept >= 1  # k0 was in the database itself
         for key in keys[kept:]:
             pool.add(key, row(key), True)
     with open_pool(tmp_path, "r") as pool:
-        assert pool.missing(keys) == set()
+        assert set(pool.missing(keys)) == set()
     if cut is None:
         assert kept == 1
     elif cut < 10 * 5000:  # within the ten rows that were not committed
@@ -306,9 +306,9 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path) -> None:
     with open_pool(tmp_path, "r") as pool:
         assert pool.get(["a"]) == {"a": [row("a")]}
         assert pool.turns("b") == [row("b")]
-        assert pool.missing(["a", "b", "c"]) == {"b", "c"}
+        assert set(pool.missing(["a", "b", "c"])) == {"b", "c"}
         pool.add("c", row("c", answer="x" * 9000), True)
-        assert pool.missing(["c"]) == set()
+        assert set(pool.missing(["c"])) == set()
 
 
 def test_a_reason_that_does_not_fit_on_the_disk_is_the_same_sentence(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_a_second_run_waits_for_the_pool(tmp_path: Path) -> None:
 
     def second() -> None:
         with open_pool(tmp_path, "r") as pool:
-            assert pool.missing(["a"]) == set()
+            assert set(pool.missing(["a"])) == set()
             entered.set()
 
     thread = threading.Thread(target=second)
@@ -352,4 +352,11 @@ def test_an_error_inside_gives_the_pool_back(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         broken()
     with open_pool(tmp_path, "r") as pool:
-        assert pool.missing(["a"]) == set()
+        assert set(pool.missing(["a"])) == set()
+
+
+def test_what_is_missing_says_whether_it_was_begun(tmp_path: Path) -> None:
+    with open_pool(tmp_path, "r") as pool:
+        pool.add("begun", row("begun"), final=False)
+        pool.add("done", row("done"), final=True)
+        assert pool.missing(["begun", "done", "new"]) == {"begun": True, "new": False}
