@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -167,6 +168,28 @@ def verify(folder: Path, deep: bool = False, on_file: Callable[[int, int], None]
             if on_file is not None:
                 on_file(done, len(files))
     return found
+
+
+def quarantine(folder: Path, damage: Sequence[Damage]) -> Path:
+    """Sets damaged files of an artifact aside, so that the next run makes them again, alone; returns where.
+
+    The damaged bytes are kept as `<workdir>/quarantine/<stage>/<key>/<name>`.  The file itself is emptied in place, not
+    moved: other names of it (the row pool's, other artifacts') are the same damaged bytes, and the cheap verification
+    must find all of them.
+    """
+    aside = folder.parent.parent / "quarantine" / folder.parent.name / folder.name
+    for item in damage:
+        source = folder / item.path
+        if not source.is_file():
+            continue
+        kept = aside / "/".join(part for part in Path(item.path).parts if part != "..")
+        if source.stat().st_size:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, kept)
+            atomic.fsync_file(kept)
+        os.truncate(source, 0)
+        atomic.fsync_file(source)
+    return aside
 
 
 def find(workdir: Path, stage: str, key: str) -> Artifact | None:

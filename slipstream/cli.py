@@ -89,6 +89,9 @@ def _verify(args: argparse.Namespace) -> int:
         return 1
     for item in damage:
         print(f"{item.path}: {item.reason}")
+    if damage and args.deep and not args.keep:
+        aside = artifact.quarantine(folder, damage)
+        print(f"set aside under {aside}; run the configuration again and only these files are made again")
     files = len(artifact.read_manifest(folder).files)
     how = "checksums" if args.deep else "existence and size"
     print(
@@ -137,7 +140,8 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = commands.add_parser("verify", help="check a stage folder: exit 0 intact, 1 damaged, 2 not an artifact")
     verify.add_argument("path", type=Path)
-    verify.add_argument("--deep", action="store_true", help="compare checksums, not only existence and size")
+    verify.add_argument("--deep", action="store_true", help="compare checksums; set damaged files aside for a rerun")
+    verify.add_argument("--keep", action="store_true", help="with --deep: only look")
     verify.set_defaults(do=_verify)
 
     doctor = commands.add_parser("doctor", help="check environments, devices and disk of this machine")

@@ -226,3 +226,18 @@ def test_an_exception_frees_the_folder(tmp_path: Path) -> None:
         fail()
     with artifact.claim(tmp_path, "stage", "key", pytest.fail):
         pass
+
+
+def test_damaged_files_are_kept_aside_and_emptied_under_all_their_names(tmp_path: Path) -> None:
+    with artifact.claim(tmp_path, "features", "k") as folder:
+        (folder.path / "pool").mkdir()
+        for name in ("good", "bad"):
+            (folder.path / name).write_bytes(name.encode())
+        os.link(folder.path / "bad", folder.path / "pool" / "bad")
+        made = folder.commit(version=1, recipe={}, inputs={}, content="c", files=["good", "bad", "pool/bad"])
+    (made.folder / "bad").write_bytes(b"BAD")
+    aside = artifact.quarantine(made.folder, made.verify(deep=True))
+    assert aside == tmp_path / "quarantine" / "features" / "k"
+    assert (aside / "bad").read_bytes() == b"BAD"
+    assert sorted(item.path for item in made.verify()) == ["bad", "pool/bad"]
+    assert (made.folder / "good").read_bytes() == b"good"

@@ -65,8 +65,19 @@ def test_an_intact_folder(main: Main, folder: Path) -> None:
 def test_a_flipped_byte_is_found_by_deep_only(main: Main, folder: Path) -> None:
     (folder / "a").write_bytes(b"abd")
     assert main("verify", str(folder))[0] == 0
-    status, out, _ = main("verify", str(folder), "--deep")
+    status, out, _ = main("verify", str(folder), "--deep", "--keep")
     assert (status, out) == (1, f"a: checksum differs\n{folder}: 1 of 1 files damaged\n")
+    assert (folder / "a").read_bytes() == b"abd"
+
+
+def test_what_deep_finds_is_set_aside_for_the_next_run(main: Main, folder: Path) -> None:
+    (folder / "a").write_bytes(b"abd")
+    status, out, _ = main("verify", str(folder), "--deep")
+    aside = folder.parent.parent / "quarantine" / folder.parent.name / folder.name
+    assert status == 1
+    assert f"set aside under {aside}" in out
+    assert (aside / "a").read_bytes() == b"abd"
+    assert main("verify", str(folder))[1].startswith("a: 0 bytes instead of 3")
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "missing"), (b"", "0 bytes instead of 3")])

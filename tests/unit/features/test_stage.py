@@ -16,7 +16,7 @@ import xxhash
 from safetensors.numpy import load_file
 from stub_server import Capture, StubServer, states_of
 
-from slipstream.artifact import Artifact, claim
+from slipstream.artifact import Artifact, claim, quarantine
 from slipstream.config import RunConfig
 from slipstream.errors import StageFailed
 from slipstream.features import stage
@@ -152,6 +152,43 @@ def test_only_what_is_damaged_is_captured_again(run: Runner) -> None:
     assert run(rows) == first
     assert run.asked()[12:] == [rows[5]["input_ids"]]
     assert damaged.read_bytes() == data
+    assert first.verify(deep=True) == []
+
+
+def planted(path: Path, fault: str, other: Path) -> None:
+    """Damages a sample without changing its size."""
+    data = bytearray(path.read_bytes())
+    if fault == "one flipped bit":
+        data[-5] ^= 4
+    elif fault == "zeros":
+        data[-64:] = bytes(64)
+    elif fault == "NaN":
+        data[-4:] = np.float32(np.nan).tobytes()
+    else:  # two files of equal length that took each other's place
+        mine, data = bytes(data), bytearray(other.read_bytes())
+        assert len(mine) == len(data)
+        other.write_bytes(mine)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("fault", ["one flipped bit", "zeros", "NaN", "swapped"])
+def test_damage_of_equal_size_is_found_by_checksums_and_repaired_alone(run: Runner, fault: str) -> None:
+    rows = rows_of(12)
+    first = run(rows)
+    files = {i: first.folder / "hidden_states" / f"hs_{i}.safetensors" for i in (1, 5)}  # both five tokens long
+    intact = {i: path.read_bytes() for i, path in files.items()}
+    planted(files[5], fault, files[1])
+    damaged = [5] if fault != "swapped" else [1, 5]
+    assert first.verify() == []
+    found = first.verify(deep=True)
+    assert [(item.path, item.reason) for item in found] == [
+        (f"hidden_states/hs_{i}.safetensors", "checksum differs") for i in damaged
+    ]
+    aside = quarantine(first.folder, found)
+    assert sorted(path.name for path in aside.rglob("*.safetensors")) == [f"hs_{i}.safetensors" for i in damaged]
+    assert run(rows) == first
+    assert sorted(run.asked()[12:]) == sorted(rows[i]["input_ids"] for i in damaged)
+    assert {i: path.read_bytes() for i, path in files.items()} == intact
     assert first.verify(deep=True) == []
 
 
