@@ -7,6 +7,7 @@ how often, is decided in one place (`slipstream.traces.fleet`).  aiohttp instead
 
 from __future__ import annotations
 
+import errno
 import json
 from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -119,22 +120,25 @@ class Server:
             async with self._session.get(f"{self.endpoint.url}/models", timeout=ASIDE) as response:
                 listed = {entry["id"]: entry for entry in (await response.json())["data"]}
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError, TypeError) as error:
-            raise TransientError(f"{self.endpoint.url}: does not list its models ({error!r})") from error
+            raise TransientError(f"does not list its models ({error!r})") from error
         if self.endpoint.model not in listed:
-            raise Refused(f"{self.endpoint.url}: serves {', '.join(map(str, listed))}, not {self.endpoint.model}")
+            raise Refused(f"serves {', '.join(map(str, listed))}, not {self.endpoint.model}")
         limit = listed[self.endpoint.model].get("max_model_len")
         return limit if isinstance(limit, int) and limit > 0 else None
 
     async def alive(self) -> bool | None:
-        """Whether the server answers: False when nobody takes the connection, None when there is no answer in time."""
+        """Whether the server answers: False when nobody takes the connection, None when one cannot tell.
+
+        One cannot tell without an answer in time, from a refusal (429, 503), and when this process is out of files.
+        """
         try:
             timeout = aiohttp.ClientTimeout(total=PROBE_S)
             async with self._session.get(f"{self.endpoint.url}/models", timeout=timeout) as response:
-                return response.status < 500
+                return None if response.status in OVERLOADED else response.status < 500
         except TimeoutError:
             return None
-        except (aiohttp.ClientError, OSError):
-            return False
+        except (aiohttp.ClientError, OSError) as error:
+            return None if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) else False
 
     async def _post(
         self, url: str, body: dict[str, Any], timeout: aiohttp.ClientTimeout | None = None
@@ -177,7 +181,7 @@ def _failure(response: aiohttp.ClientResponse, data: bytes) -> SlipstreamError:
     reason = f"HTTP {response.status}: {' '.join(text.split())[:300]}"
     if response.status in OVERLOADED:
         wish = response.headers.get("Retry-After", "")
-        return Overloaded(reason, float(wish) if wish.replace(".", "", 1).isdigit() else None)
+        return Overloaded(reason, float(wish) if wish.replace(".", "", 1).isdecimal() else None)
     if response.status >= 500:
         return Unreachable(reason)
     if is_transient_status(response.status):

@@ -21,4 +21,7 @@ def decode(data: bytes | str) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError:
-        return json.loads(data)
+        try:
+            return json.loads(data)
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error

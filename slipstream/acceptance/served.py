@@ -70,8 +70,11 @@ async def _measure(
     answers: dict[str, list[Trace]] = {}
     async with chat.connect([endpoint], config.request_timeout_s) as (server,):
         await room.admit(server)
-        for prompt in prompts[:WARM_UP]:
-            await _converse(server, prompt, room, verifier)
+        warm = 0
+        for prompt in prompts:
+            warm += bool(await _converse(server, prompt, room, verifier))
+            if warm == WARM_UP:
+                break
         before = await _counters(endpoint)
         started = time.monotonic()
         queue = iter(prompts)

@@ -34,6 +34,9 @@ def _recipe(config: RunConfig) -> dict[str, Any]:
         "dtype": config.verifier.dtype,
         "max_model_len": config.verifier.max_model_len,
         "device": config.servers.device,
+        "reasoning_parser": config.verifier.reasoning_parser,
+        "tool_call_parser": config.verifier.tool_call_parser,
+        "extra_args": config.servers.extra_args,
     }
 
 
@@ -142,6 +145,11 @@ def _speed(measurements: Sequence[Measurement]) -> float:
 
 def summarize(measured: dict[str, list[Measurement]], dtype: str, draft_tokens: int) -> dict[str, Any]:
     """The figures of `acceptance.json` from the measurements by variant (rounds in order)."""
+    if not measured[BASELINE][0].output_tokens:
+        raise InputError(
+            f"acceptance: none of the {len(measured[BASELINE][0].conversations)} held-out prompts leaves room for an "
+            "answer; raise verifier.max_model_len"
+        )
     counters = _total(measured[SPECULATIVE])
     speeds = {variant: _speed(rounds) for variant, rounds in measured.items()}
     passes = [
@@ -154,6 +162,7 @@ def summarize(measured: dict[str, list[Measurement]], dtype: str, draft_tokens: 
         "dtype": dtype,
         "draft_tokens": draft_tokens,
         "prompts": len(passes[0]),
+        "prompts_without_room": sum(not turns for turns in passes[0]),
         "output_tokens": measured[BASELINE][0].output_tokens,
         "acceptance_rate": counters.acceptance_rate,
         "mean_accepted_length": counters.mean_accepted_length,

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
-from slipstream.chat import Overloaded, Server, Unreachable
-from slipstream.errors import InputError, SlipstreamError, TransientError
+from slipstream.chat import Overloaded, Refused, Server, Unreachable
+from slipstream.errors import InputError, ServerError, SlipstreamError, TransientError
 from slipstream.traces.window import Window
 
 T = TypeVar("T")
@@ -25,6 +25,7 @@ REFUSALS_AN_ATTEMPT = 10
 BACK_OFF_S = 30.0
 IN_A_ROW = 3  # refusals after which the server rests, not only the request that met one
 WATCH_S, LOOK_AGAIN_S = 10.0, 1.0
+MOMENT_S = 5.0  # a refusal takes less
 MISSES = 3  # probes in a row without an answer in time that a busy server may have
 
 
@@ -42,7 +43,9 @@ class Lane:
         self.left = asyncio.Event()
         self.absences = 0
         self.complaint = ""  # why it does not take part
-        self.refusals = 0  # in a row
+        self.refused = False  # it is the wrong one: another model, a smaller context
+        self.refusals = 0  # moments in a row in which it refused
+        self.boarded_at = 0.0  # when the newest request in flight was sent
         self._rests_until = 0.0
         self._holders: set[asyncio.Task[Any]] = set()
         self._sent_away: set[asyncio.Task[Any]] = set()
@@ -56,8 +59,18 @@ class Lane:
     @property
     def free(self) -> bool:
         """Whether it can take another request."""
-        resting = self._rests_until > asyncio.get_running_loop().time()
-        return not self.away and not resting and self.in_flight < self.window.limit
+        return not self.away and not self.resting and self.in_flight < self.window.limit
+
+    @property
+    def resting(self) -> bool:
+        """Whether it refused so often that it is left alone for a while."""
+        return self._rests_until > asyncio.get_running_loop().time()
+
+    @property
+    def present(self) -> bool:
+        """Whether it answers, as far as one can tell: neither away nor refusing everything."""
+        waits = self.in_flight > 0 and asyncio.get_running_loop().time() - self.boarded_at > MOMENT_S
+        return not self.away and (self.refusals < IN_A_ROW or waits)
 
     async def run(self, request: Awaitable[T]) -> T:
         """Awaits a request; raises _Gone when the server left meanwhile (`leave` cancels whoever waits here)."""
@@ -81,8 +94,12 @@ class Lane:
         return await asyncio.shield(self._probe)
 
     def rest(self, seconds: float) -> None:
-        """Gives it no new work for so long."""
-        self._rests_until = asyncio.get_running_loop().time() + seconds
+        """Gives it no new work for so long, if not for longer already."""
+        self._rests_until = max(self._rests_until, asyncio.get_running_loop().time() + seconds)
+
+    def answered(self) -> None:
+        """It takes work: earlier refusals are forgotten."""
+        self.refusals, self._rests_until = 0, 0.0
 
     def leave(self) -> None:
         """Gives the server no more work and takes back what it has."""
@@ -98,7 +115,7 @@ class Lane:
 class Fleet:
     """The servers of one generation; made by `sailing`.
 
-    `lost` is set when nothing more can be asked: all servers stayed away, or one came with the wrong tokenizer.
+    `lost` is set when nothing more can be asked: all servers stayed away, or refused everything, for too long.
     Who waits for a free lane is served in order; a place that comes free is handed over, so nobody overtakes.
     """
 
@@ -127,8 +144,10 @@ class Fleet:
             lane = await self._board()
             gone, pause = False, 0.0
             try:
+                if lane.away:  # it left between handing out this place and now
+                    raise _Gone
                 outcome = await lane.run(ask(lane.server))
-                lane.refusals = 0
+                lane.answered()
                 if tokens is not None:
                     lane.window.answered(tokens(outcome))
                 return outcome
@@ -161,8 +180,12 @@ class Fleet:
     def _refused(self, lane: Lane, error: Overloaded, refused: int) -> float:
         """Seconds that the request waits; when the server keeps refusing it rests instead, and others take over."""
         lane.window.refused(lane.in_flight)
-        lane.refusals += 1
+        lane.complaint = str(error)
         wish = min(error.retry_after_s or 0.0, BACK_OFF_S)
+        if lane.resting:
+            lane.rest(wish)
+            return 0.0
+        lane.refusals += 1
         if lane.refusals < IN_A_ROW:
             return wish + _jitter(refused)
         seconds = wish + _jitter(lane.refusals - IN_A_ROW + 1)
@@ -195,6 +218,7 @@ class Fleet:
             elif free := [lane for lane in self.lanes if lane.free]:
                 lane = min(free, key=lambda candidate: candidate.in_flight)
                 lane.in_flight += 1
+                lane.boarded_at = asyncio.get_running_loop().time()
                 lane.window.used(lane.in_flight)
                 self._queue.popleft().set_result(lane)
             else:
@@ -213,18 +237,24 @@ class Fleet:
             group.create_task(self._count_the_absent())
 
     async def enter(self, lane: Lane) -> bool:
-        """Lets a server take part when it lives and is admitted; whether it does."""
+        """Lets a server take part when it lives and is admitted; whether it does.
+
+        Raises InputError when it is the wrong one altogether.
+        """
         try:
             if await lane.probe() is not True:
                 lane.complaint = "does not answer"
                 return False
             await self._admit(lane.server)
-        except InputError as error:
-            self.lose(error)
+        except InputError:
+            raise
         except Exception as error:  # whatever a server sends, it must not end the watch over the others
             lane.complaint = str(error)
+            lane.refused = isinstance(error, Refused)
             return False
         lane.left.clear()
+        lane.answered()
+        lane.complaint, lane.refused = "", False
         self._seat()
         return True
 
@@ -233,11 +263,15 @@ class Fleet:
         while True:
             if lane.away:
                 await asyncio.sleep(LOOK_AGAIN_S)
-                await self.enter(lane)
+                try:
+                    await self.enter(lane)
+                except InputError as error:  # it came back with another tokenizer: the others go on without it
+                    lane.complaint = str(error)
                 misses = 0
                 continue
             with suppress(TimeoutError):
-                await asyncio.wait_for(lane.left.wait(), WATCH_S)
+                async with asyncio.timeout(WATCH_S):  # wait_for of Python 3.11 can swallow a cancellation here
+                    await lane.left.wait()
                 continue
             alive = await lane.probe()
             misses = 0 if alive else misses + 1
@@ -249,31 +283,37 @@ class Fleet:
         seen = clock()
         while True:
             await asyncio.sleep(min(LOOK_AGAIN_S, self._patience_s / 4))
-            if not all(lane.away for lane in self.lanes):
+            if any(lane.present for lane in self.lanes):
                 seen = clock()
             elif clock() - seen > self._patience_s:
-                named = "; ".join(f"{lane.server.endpoint.url} {lane.complaint}".strip() for lane in self.lanes)
-                self.lose(TransientError(f"{named}: away for {self._patience_s:.0f} s; what was answered is kept"))
+                self.lose(
+                    TransientError(f"{self.complaints()}: for {self._patience_s:.0f} s; what was answered is kept")
+                )
+
+    def complaints(self) -> str:
+        """Every server and why it does not take part."""
+        return "; ".join(f"{lane.server.endpoint.url}: {lane.complaint or 'is away'}" for lane in self.lanes)
 
 
 def _jitter(attempt: int) -> float:
     """Seconds before another attempt: full jitter over 1, 2, 4 … 30 s."""
-    return random.uniform(0, min(BACK_OFF_S, 2.0 ** (attempt - 1)))
+    return random.uniform(0, min(BACK_OFF_S, 2.0 ** min(attempt - 1, 5)))
 
 
 @asynccontextmanager
 async def sailing(servers: Sequence[Server], maximum: int, patience_s: float, admit: Admit) -> AsyncIterator[Fleet]:
     """A fleet that is looked after until the block ends; `maximum` requests in flight at each server at most.
 
-    `admit` looks at a server before it gets its first request, and again when it comes back; it raises a
-    SlipstreamError that is not transient to end everything.  A server that is away at the start may come later.
+    `admit` looks at a server before it gets its first request, and again when it comes back.  It raises InputError,
+    which at the start ends everything, or another SlipstreamError to keep it out.  A server that is away at the start
+    may come later.
     """
     fleet = Fleet(servers, maximum, patience_s, admit)
     for lane, entered in zip(fleet.lanes, await asyncio.gather(*map(fleet.enter, fleet.lanes)), strict=True):
         if not entered:
             lane.leave()
-    if fleet.lost is not None:
-        raise fleet.lost
+    if all(lane.refused for lane in fleet.lanes):
+        raise ServerError(f"no server can be used: {fleet.complaints()}")
     watch = asyncio.ensure_future(fleet.watch())
     watch.add_done_callback(lambda task: _unwatched(fleet, task))
     try:

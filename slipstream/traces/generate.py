@@ -47,6 +47,7 @@ class Outcome:
     backoffs: int = 0
     stopped: bool = False
     special_tokens: str = "equal"
+    complaints: dict[str, str] = field(default_factory=dict)  # servers that are away at the end, and why
     throughput: dict[str, Any] = field(default_factory=dict)
 
 
@@ -124,9 +125,11 @@ class _Generation:
         queue = iter(asked(self.room.settled_bytes))
 
         async def work() -> None:
-            for key, prompt, _ in queue:
+            for key, prompt, begun in queue:
                 if self.outcome.stopped:
                     return
+                if begun:
+                    continue  # its next turn is what has to fit
                 messages = next_messages(prompt, ()) or []
                 template = self._template(prompt)
 
@@ -155,12 +158,12 @@ class _Generation:
 
     async def converse(self, key: str, prompt: Prompt, begun: bool) -> None:
         """Asks for the turns of one prompt that are not recorded yet; what goes wrong is recorded, not raised."""
-        if self.room.after(self._lengths.get(prompt.key, 0)) < 1:
+        if not begun and self.room.after(self._lengths.get(prompt.key, 0)) < 1:
             return  # recorded by check_lengths
         turns = self.pool.turns(key) if begun else []
         try:
             messages = next_messages(prompt, turns)
-            while messages is not None:
+            while messages is not None and not self.outcome.stopped:
                 turns.append(await self._turn(prompt, turns, messages))
                 messages = next_messages(prompt, turns)
                 self._collect()
@@ -168,13 +171,18 @@ class _Generation:
                 self.outcome.requested += 1
                 self.throughput.add(len(turns[-1].output_ids))
         except _TooLong:
+            if not turns:
+                self._fail(key, f"prompt_too_long: the server takes {self.room.context}")
+                return
             self.pool.finish(key)
+            messages = None
         except (chat.Refused, TransientError) as error:
             if error is self.fleet.lost:
                 raise
             self._fail(key, str(error))
             return
-        self.outcome.answered += 1
+        if messages is None:
+            self.outcome.answered += 1
         self._tell()
 
     def _collect(self) -> None:
@@ -261,5 +269,8 @@ class _Generation:
         outcome.retried = self.fleet.retried
         outcome.absences = sum(lane.absences for lane in self.fleet.lanes)
         outcome.backoffs = sum(lane.window.backoffs for lane in self.fleet.lanes)
+        outcome.complaints = {
+            lane.server.endpoint.url: lane.complaint for lane in self.fleet.lanes if lane.away and lane.complaint
+        }
         outcome.throughput = self.throughput.figures()
         return outcome

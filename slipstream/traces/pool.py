@@ -68,7 +68,7 @@ class TracePool:
 
     def fail(self, key: str, reason: str) -> None:
         """Records why a prompt has no (complete) answer; the next run asks for it again."""
-        self._execute("INSERT OR REPLACE INTO errors VALUES (?, ?)", (key, reason))
+        self._execute("INSERT OR REPLACE INTO errors VALUES (?, ?)", (key, reason.encode("utf-8", "replace").decode()))
 
     def begin(self) -> None:
         """Collects what follows until `commit`; without it every row is committed at once."""

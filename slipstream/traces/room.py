@@ -28,12 +28,13 @@ class Room:
         self._verifier = verifier
         self._template_tokens = 0  # what the chat template adds to a conversation, and a margin
         self._local: LocalTokenizer | None = None
+        self._no_local = False
 
     async def admit(self, server: Server) -> None:
         """Reads a server's context; raises Refused when it came too late with a smaller one."""
         limit = await server.context()
         if self.fixed and self.context is not None and limit is not None and limit < self.context:
-            raise Refused(f"{server.endpoint.url}: takes {limit} tokens, the others {self.context}")
+            raise Refused(f"takes {limit} tokens, the others {self.context}")
         if limit is not None:
             self.context = min(limit, self.context or limit)
         with suppress(Refused):  # an engine whose /tokenize takes text alone
@@ -54,9 +55,13 @@ class Room:
         with suppress(Refused):
             if (ids := await server.tokenize_chat(messages, tools, template)) is not None:
                 return len(ids)
-        with suppress(InputError, Refused):
-            self._local = self._local or LocalTokenizer(self._verifier)
-            return len(await self._local.tokenize_chat(messages, tools, template))
+        if self._local is None and not self._no_local:
+            try:
+                self._local = LocalTokenizer(self._verifier)
+            except InputError:
+                self._no_local = True
+        with suppress(Refused):
+            return None if self._local is None else len(await self._local.tokenize_chat(messages, tools, template))
         return None
 
     def after(self, length: int) -> int:

@@ -12,6 +12,7 @@ from slipstream.acceptance.counters import Counters
 from slipstream.acceptance.served import Measurement
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
+from slipstream.errors import InputError
 from slipstream.traces.trace import Trace
 
 OUTPUTS = [(1, 2, 3, 4), (5, 6), (7, 8, 9, 10)]  # ten tokens
@@ -104,3 +105,9 @@ def test_the_key_follows_drafter_and_held_out_prompts(make_config: Callable[...,
     ]
     assert key not in others
     assert len(set(others)) == len(others)
+
+
+def test_no_prompt_with_room_is_one_sentence() -> None:
+    nothing = Measurement([[], []], 1.0, Counters())
+    with pytest.raises(InputError, match=r"none of the 2 held-out prompts leaves room"):
+        stage.summarize({"baseline": [nothing], "speculative": [nothing]}, "float32", 3)

@@ -12,7 +12,7 @@ from stub_server import Reply, StubServer
 
 from slipstream import chat
 from slipstream.chat import Answer
-from slipstream.errors import InputError, TransientError
+from slipstream.errors import InputError, ServerError, TransientError
 from slipstream.serving import Endpoint
 from slipstream.traces import fleet as fleets
 from slipstream.traces.fleet import Fleet, sailing
@@ -259,7 +259,7 @@ def test_work_on_a_server_that_hangs_moves_on(two: list[StubServer], monkeypatch
 def test_all_away_for_too_long_ends_it(two: list[StubServer]) -> None:
     for server in two:
         server.away()
-    with pytest.raises(TransientError, match="away for 1 s; what was answered is kept"):
+    with pytest.raises(TransientError, match="does not answer: for 1 s; what was answered is kept"):
         sail(two, lambda fleet: ask(fleet, "p"), patience_s=1)
 
 
@@ -274,6 +274,77 @@ def test_a_server_may_come_later(stub: StubServer, monkeypatch: pytest.MonkeyPat
         return await waiting
 
     assert sail([stub], use).answer == "yes"
+
+
+def test_a_server_that_refuses_everything_ends_it(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "BACK_OFF_S", 0.05)
+    stub.default = Reply(status=429)
+
+    async def use(fleet: Fleet) -> None:
+        await asyncio.gather(*(ask(fleet, f"p{i}", attempts=100) for i in range(4)))
+
+    with pytest.raises(TransientError, match=r"HTTP 429.*: for 1 s; what was answered is kept"):
+        sail([stub], use, patience_s=1)
+
+
+def test_a_thousand_refusals_are_a_pause_like_any_other() -> None:
+    assert 0 <= fleets._jitter(5000) <= fleets.BACK_OFF_S
+
+
+def test_a_gateway_at_its_limit_is_not_taken_for_dead(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses the probe as well; what it is working on must not be taken back."""
+    monkeypatch.setattr(fleets, "BACK_OFF_S", 0.05)
+    stub.max_concurrent, stub.default = 2, Reply(delay_s=0.1)
+
+    async def use(fleet: Fleet) -> int:
+        async def refusing() -> None:
+            return None
+
+        fleet.lanes[0].server.alive = refusing  # type: ignore[method-assign]
+        await asyncio.gather(*(ask(fleet, f"p{i}") for i in range(12)))
+        return fleet.lanes[0].absences
+
+    assert sail([stub], use) == 0
+
+
+def test_leaving_in_the_last_moment_does_not_hang(stub: StubServer) -> None:
+    async def use(fleet: Fleet) -> None:
+        await asyncio.sleep(0.01)
+        fleet.lanes[0].leave()
+
+    sail([stub], use)
+
+
+def test_only_wrong_servers_end_it_at_once(two: list[StubServer]) -> None:
+    async def refuse(server: chat.Server) -> None:
+        raise chat.Refused("serves other, not stub")
+
+    started = time.monotonic()
+    with pytest.raises(ServerError, match=r"no server can be used: .*serves other, not stub"):
+        sail(two, lambda fleet: ask(fleet, "p"), admit=refuse)
+    assert time.monotonic() - started < 5
+
+
+def test_one_that_comes_back_with_another_tokenizer_stays_out(
+    two: list[StubServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "LOOK_AGAIN_S", 0.02)
+    started = False
+
+    async def admit(server: chat.Server) -> None:
+        if started:
+            raise InputError("special tokens differ")
+
+    async def use(fleet: Fleet) -> Answer:
+        nonlocal started
+        started = True
+        fleet.lanes[1].leave()
+        await asyncio.sleep(0.1)
+        assert "special tokens differ" in fleet.complaints()
+        return await ask(fleet, "p")
+
+    assert sail(two, use, admit=admit).finish_reason == "stop"
+    assert not two[1].asked()
 
 
 def test_nobody_is_asked_before_it_is_admitted(two: list[StubServer]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -417,3 +418,25 @@ def test_an_endpoint_with_another_model_gets_nothing(run: Runner, monkeypatch: p
         run.servers = both  # type: ignore[method-assign]
         assert len(rows_of(run(TEXTS))) == len(run.traced(TEXTS))
         assert not other.asked()
+
+
+def test_a_reason_with_half_a_surrogate_pair_loses_one_prompt(run: Runner) -> None:
+    body = rb'{"error": {"message": "bad \ud83d here"}}'
+    run.stub.on(run.traced(TEXTS)[0], Reply(status=400, raw=("application/json", body)))
+    made = run(TEXTS)
+    assert [reject["reason"] for reject in rejects_of(made.folder)] == ["HTTP 400: bad ? here"]
+
+
+def test_a_prompt_too_long_for_a_server_that_came_late(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing could be measured before; the request itself finds that there is no room."""
+    monkeypatch.setattr("slipstream.traces.fleet.LOOK_AGAIN_S", 0.05)
+    long = run.traced(TEXTS)[0]
+    run.stub.max_model_len = 64
+    run.stub.on_tokenize(
+        lambda body: 404 if "prompt" in body else [5] * (64 if body["messages"][-1]["content"] == long else 3)
+    )
+    run.stub.away()
+    threading.Timer(0.3, run.stub.back).start()
+    made = run(TEXTS, endpoint_patience_s=20, max_tokens=48)
+    assert [reject["reason"] for reject in rejects_of(made.folder)] == ["prompt_too_long: the server takes 64"]
+    assert run.stub.hits(long) == 0
