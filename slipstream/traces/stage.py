@@ -90,7 +90,7 @@ def run(
         atomic.write_json(folder.path / samples.FILE, rendered)
         page.write(folder.path)
         selection.check(outcome)
-        total = sum(1 for _ in _traced(prompts))
+        total = sum(prompt_set.count(prompts, split) for split in TRACED)
         return folder.commit(
             version=VERSION,
             recipe=recipe,
