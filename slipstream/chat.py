@@ -65,6 +65,16 @@ class Answer:
     usage: tuple[int, int] | None = None
 
 
+def assistant_turn(answer: str | None, thinking: str | None, tool_calls: Sequence[Message]) -> Message:
+    """An answer as a message of the history; thinking under both spellings, which servers of either kind read."""
+    message: Message = {"role": "assistant", "content": answer or ""}
+    if thinking:
+        message |= {"reasoning": thinking, "reasoning_content": thinking}
+    if tool_calls:
+        message["tool_calls"] = list(tool_calls)
+    return message
+
+
 class Server:
     """One endpoint and the session that talks to it."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.chat import Message
+from slipstream.chat import Message, assistant_turn
 from slipstream.traces.prompts import Prompt
 from slipstream.traces.trace import Trace
 
@@ -36,7 +36,8 @@ def next_messages(prompt: Prompt, answers: Sequence[Trace]) -> list[Message] | N
             return _as_at_inference(messages)
         if answer.truncated or not (answer.answer or answer.tool_calls):
             return None
-        messages.append(_said(answer))
+        thinking = answer.thinking if answer.tool_calls else None
+        messages.append(assistant_turn(answer.answer, thinking, answer.tool_calls))
         results = _following(script, position, {"tool"})
         if answer.tool_calls:
             paired = pair(answer.tool_calls, results)
@@ -59,15 +60,6 @@ def _following(script: Sequence[Message], position: int, roles: set[str]) -> lis
     while end < len(script) and script[end]["role"] in roles:
         end += 1
     return list(script[position:end])
-
-
-def _said(answer: Trace) -> Message:
-    message: Message = {"role": WRITES, "content": answer.answer or ""}
-    if answer.tool_calls:
-        message["tool_calls"] = list(answer.tool_calls)
-        if answer.thinking:
-            message |= {"reasoning": answer.thinking, "reasoning_content": answer.thinking}
-    return message
 
 
 def _as_at_inference(messages: list[Message]) -> list[Message]:

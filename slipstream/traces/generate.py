@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from slipstream import chat
@@ -130,14 +131,12 @@ class _Generation:
                     return
                 if begun:
                     continue  # its next turn is what has to fit
-                messages = next_messages(prompt, ()) or []
-                template = self._template(prompt)
-
-                async def measure(
-                    server: Server, prompt: Prompt = prompt, messages: Any = messages, template: Any = template
-                ) -> int | None:
-                    return await self.room.length(server, messages, prompt.tools, template)
-
+                measure = partial(
+                    self.room.length,
+                    messages=next_messages(prompt, ()) or [],
+                    tools=prompt.tools,
+                    template=sampling.template(sampling.fields(self.config.traces, prompt.key)),
+                )
                 try:
                     length = await self.fleet.send(measure, self.config.traces.max_attempts)
                 except TransientError as error:
@@ -150,11 +149,6 @@ class _Generation:
                         self._fail(key, f"prompt_too_long: {length} tokens, the server takes {self.room.context}")
 
         await run_workers(work, self.config.traces.concurrency)
-
-    def _template(self, prompt: Prompt) -> dict[str, Any]:
-        fields = sampling.fields(self.config.traces, prompt.key)
-        template: dict[str, Any] = fields.get("chat_template_kwargs", {})
-        return template
 
     async def converse(self, key: str, prompt: Prompt, begun: bool) -> None:
         """Asks for the turns of one prompt that are not recorded yet; what goes wrong is recorded, not raised."""
@@ -215,7 +209,7 @@ class _Generation:
         known = None if turns else self._lengths.get(prompt.key)
 
         async def ask(server: Server) -> Trace:
-            template = fields.get("chat_template_kwargs", {})
+            template = sampling.template(fields)
             if known is None:
                 room = await self.room.tokens(server, messages, prompt.tools, template)
             else:
@@ -237,7 +231,7 @@ class _Generation:
     def _open(self, answer: Answer, asked: Mapping[str, Any], output_ids: Sequence[int]) -> Answer:
         """Thinking that was cut is thinking, also where a server without a reasoning parser returned it as content."""
         close = self._special.get(THINK_CLOSE)
-        thinks = self.config.traces.reasoning and asked.get("chat_template_kwargs", {}).get("thinking", True)
+        thinks = self.config.traces.reasoning and not sampling.told_not_to_think(asked)
         if answer.finish_reason != "length" or not thinks or not answer.answer or close in output_ids:
             return answer
         return replace(answer, thinking=(answer.thinking or "") + answer.answer, answer=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from slipstream.chat import Answer, Message, Refused, Server
+from slipstream.chat import Answer, Message, Refused, Server, assistant_turn
 from slipstream.config import VerifierConfig
 from slipstream.local_tokenizer import LocalTokenizer
 from slipstream.traces.trace import MISMATCHED, REBUILT
@@ -65,10 +65,6 @@ async def _output(
         if got.answer:
             text = f"{text}{THINK_CLOSE}{got.answer}" if got.thinking else got.answer
         return await renderer.tokenize_text(text) or []
-    said: Message = {"role": "assistant", "content": got.answer or ""}
-    if got.thinking:
-        said |= {"reasoning": got.thinking, "reasoning_content": got.thinking}
-    if got.tool_calls:
-        said["tool_calls"] = list(got.tool_calls)
+    said = assistant_turn(got.answer, got.thinking, got.tool_calls)
     whole = await renderer.tokenize_chat([*messages, said], tools, template, generation_prompt=False) or []
     return whole[len(prompt) :] if whole[: len(prompt)] == list(prompt) else []

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from slipstream import verifier
 from slipstream.config import RunConfig
+from slipstream.traces.sampling import told_not_to_think
 from slipstream.traces.trace import MISMATCHED, Trace
 
 FINISHED = frozenset({"stop", "length", "tool_calls"})
@@ -43,7 +44,7 @@ class Rules:
 
     def wants_thinking(self, trace: Trace) -> bool:
         """Whether this trace must have thought."""
-        return self.reasoning and not _told_not_to_think(trace)
+        return self.reasoning and not told_not_to_think(trace.sampling)
 
     def thinking_tokens(self, trace: Trace) -> int:
         """Tokens of thinking in the output; all of it when it was cut inside the thinking."""
@@ -82,7 +83,7 @@ class Rules:
 
     def _leaks(self, trace: Trace, boundary: int | None) -> bool:
         """Whether the answer holds thinking: a second span, or tags that the server's parser left in its text."""
-        after = 0 if boundary is None or _told_not_to_think(trace) else boundary + 1
+        after = 0 if boundary is None or told_not_to_think(trace.sampling) else boundary + 1
         open_span = boundary is None and trace.truncated and self.wants_thinking(trace)
         tail = () if open_span else trace.output_ids[after:]
         tags = {self.think_open, self.think_close} - {None}
@@ -94,7 +95,3 @@ class Rules:
             return False
         tail = trace.output_ids if boundary is None else trace.output_ids[boundary + 1 :]
         return all(token in self.eos_ids for token in tail)
-
-
-def _told_not_to_think(trace: Trace) -> bool:
-    return trace.sampling.get("chat_template_kwargs", {}).get("thinking") is False

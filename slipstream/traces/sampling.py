@@ -6,14 +6,13 @@ Everything here follows from the prompt's key, so a repeated request is the same
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 from slipstream.config import Sampling, TracesConfig
 from slipstream.digest import digest
 
 NO_THINKING = {"thinking": False, "enable_thinking": False}  # Kimi's and DeepSeek's word for it, Qwen's and GLM's
-
-
 OFF = -1  # said, not left out: vLLM would fill in the top_k of the verifier's generation_config.json
 
 
@@ -49,6 +48,17 @@ def fields(config: TracesConfig, key: str, turn: int = 0) -> dict[str, Any]:
     if not mode.thinking:
         made["chat_template_kwargs"] = dict(NO_THINKING)
     return made
+
+
+def template(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a request's fields tell the chat template."""
+    told: Mapping[str, Any] = fields.get("chat_template_kwargs", {})
+    return told
+
+
+def told_not_to_think(fields: Mapping[str, Any]) -> bool:
+    """Whether a request asks for an answer without thinking."""
+    return template(fields).get("thinking") is False
 
 
 def row_key(config: TracesConfig, key: str) -> str:

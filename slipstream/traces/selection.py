@@ -33,7 +33,6 @@ class Selection:
         self._config, self._rules, self._folder = config, rules, folder
         self.summary = Summary()
         self.rows = dict.fromkeys((splits.TRAIN, splits.VALIDATION), 0)
-        self.tokens = self.supervised = self.rejected = 0
         self.first_reject: dict[str, Any] | None = None
         self.samples = Chooser()
         self._hash = hashlib.sha256()
@@ -73,14 +72,11 @@ class Selection:
         reject = {"key": prompt.key, "turn": turn, **where, "reason": reason}
         rejects.write(json.dumps(reject) + "\n")
         self.first_reject = self.first_reject or reject
-        self.rejected += 1
         self.summary.reject(prompt.kind, reason)
 
     def _accept(self, split: str, prompt: Prompt, trace: Trace, rows: table.Writer) -> None:
         rows.add(split, prompt, trace, trace.boundary(self._rules.think_close))
         self.rows[split] += 1
-        self.tokens += len(trace.prompt_ids) + len(trace.output_ids)
-        self.supervised += len(trace.output_ids)
         name = f"{split}:{trace.key}:{trace.turn}:{len(trace.prompt_ids)}:{digest_tokens(trace.input_ids)}\n"
         self._hash.update(name.encode())
         self.samples.offer(split, prompt.kind, trace)
@@ -91,23 +87,25 @@ class Selection:
 
     def counts(self) -> dict[str, int]:
         """What the artifact holds."""
+        total = self.summary.total
         return {
             **self.rows,
-            "rejected": self.rejected,
-            "truncated": self.summary.total.truncated,
-            "conversations": self.summary.total.conversations,
-            "tokens": self.tokens,
-            "supervised_tokens": self.supervised,
+            "rejected": total.rejected,
+            "truncated": total.truncated,
+            "conversations": total.conversations,
+            "tokens": total.prompt_tokens + total.output_tokens,
+            "supervised_tokens": total.output_tokens,
         }
 
     def check(self, outcome: Outcome) -> None:
         """Raises StageFailed when too much was lost, cut or not exact; nothing that is recorded is thrown away."""
-        turns = self.rejected + sum(self.rows.values())
+        rejected, rows = self.summary.total.rejected, self.summary.total.rows
+        turns = rejected + rows
         first = self.first_reject
-        if (first and self.rejected > self._config.max_rejected_share * turns) or not self.tokens:
+        if (first and rejected > self._config.max_rejected_share * turns) or not rows:
             detail = f"the first is {self._name(first)} ({first['reason']})" if first else "there was nothing to answer"
             raise StageFailed(
-                f"traces: {self.rejected} of {turns} have no usable trace, more than max_rejected_share "
+                f"traces: {rejected} of {turns} have no usable trace, more than max_rejected_share "
                 f"{self._config.max_rejected_share:g}; {detail}{self._advice()}, all are in {self._folder / REJECTS}"
             )
         if outcome.stopped and first:
@@ -132,7 +130,7 @@ class Selection:
         return f"{reject['key']} from {reject['file'] or 'unknown'} row {reject['row']}"
 
     def _advice(self) -> str:
-        if self.summary.reasons["no_reasoning"] < self.rejected / 2:
+        if self.summary.reasons["no_reasoning"] < self.summary.total.rejected / 2:
             return ""
         return (
             ": start the server with --reasoning-parser (verifier.reasoning_parser), or set traces.reasoning to false"
