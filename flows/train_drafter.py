@@ -11,7 +11,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from slipstream import servers_ahead
 from slipstream.config import RunConfig
-from slipstream.features.stage import plan as plan_shards
+from slipstream.features.rows import plan_shards
 from slipstream.plan import preflight
 from tasks.acceptance import measure_acceptance
 from tasks.drafter import train

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,11 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Writes `value` as strictly valid, indented JSON (NaN raises ValueError) to `path` atomically."""
     write_bytes(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def write_lines(path: Path, rows: Iterable[Any]) -> None:
+    """Writes `rows` as JSON lines to `path` atomically."""
+    write_bytes(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode())
 
 
 def sweep(folder: Path) -> int:

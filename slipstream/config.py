@@ -252,21 +252,63 @@ class FeaturesConfig(Stage):
     equals the number of layers and is the state before the final norm.
     """
 
-    RUNTIME = frozenset({"shards", "concurrency", "request_timeout_s", "max_attempts", "max_lost_share"})
+    RUNTIME = frozenset(
+        {
+            "shards",
+            "concurrency",
+            "request_timeout_s",
+            "max_attempts",
+            "max_lost_share",
+            "max_server_restarts",
+            "disk_reserve_gib",
+            "disk_patience_s",
+            "probe_samples",
+            "probe_all_layers",
+            "checked_reads",
+            "read_ahead",
+        }
+    )
 
     layer_ids: list[int] = Field(
         min_length=1, description="Auxiliary layer ids, ascending; the final layer's is added by itself."
+    )
+    store: Literal["native", "fp8", "none"] = Field(
+        default="native",
+        description="How states are kept: in the verifier's type, as per-token float8_e4m3 (half of bfloat16's bytes), "
+        "or not at all: the trainer asks the server as it goes.",
+    )
+    capture_while_generating: bool = Field(
+        default=False,
+        description="Take the states in the pass that generates the traces; rows then end before their last token.",
     )
     shards: int = Field(default=1, ge=1, description="Row ranges captured as separate tasks.")
     concurrency: int = Field(default=8, ge=1, description="Requests in flight for one shard.")
     request_timeout_s: float = Field(default=600, gt=0, description="Seconds for one sample, its file included.")
     max_attempts: int = Field(default=3, ge=1, description="Attempts per sample on transient failures.")
     max_lost_share: float = Field(default=0.01, ge=0, lt=1, description="The stage fails above this share.")
+    max_server_restarts: int = Field(default=3, ge=0, description="Times a shard starts a server that died again.")
+    disk_reserve_gib: float = Field(
+        default=1.0, ge=0, description="Capture pauses while the store's disk has less free, in GiB."
+    )
+    disk_patience_s: float = Field(default=3600, gt=0, description="Seconds that such a pause may last.")
+    probe_samples: int = Field(
+        default=2, ge=0, description="Samples of each shard captured again and compared; 0 probes nothing."
+    )
+    probe_all_layers: bool = Field(
+        default=True,
+        description="Once per verifier, capture a few samples at every layer: it shows that ids mean what they say.",
+    )
+    checked_reads: float = Field(
+        default=1.0, ge=0, le=1, description="Share of samples whose checksum the trainer compares when it reads them."
+    )
+    read_ahead: int = Field(default=32, ge=0, description="Samples that the trainer has the disk read ahead.")
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
         if sorted(set(self.layer_ids)) != self.layer_ids or self.layer_ids[0] < 0:
             raise ValueError(f"layer_ids must be ascending, distinct and not negative, got {self.layer_ids}")
+        if self.capture_while_generating and self.store == "none":
+            raise ValueError("capture_while_generating needs a store to capture into: native or fp8")
         return self
 
 

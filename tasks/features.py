@@ -8,7 +8,7 @@ from prefect import task
 
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
-from slipstream.features import servers, stage
+from slipstream.features import servers, shard_stage, store
 from slipstream.features.shards import Shard
 from tasks.progress import reporting
 from tasks.stage import options, show, wait_logger
@@ -22,18 +22,18 @@ def shared_servers(config: RunConfig) -> AbstractContextManager[None]:
 @task(
     name="capture-shard",
     task_run_name="capture-shard-{shard.index}",
-    **options(stage.SHARD_STAGE, lambda i: stage.shard_key(i["config"], i["traces"], i["shard"])),
+    **options(shard_stage.STAGE, lambda i: shard_stage.shard_key(i["config"], i["traces"], i["shard"])),
 )
 def capture_shard(config: RunConfig, traces: Artifact, shard: Shard) -> Artifact:
     """The hidden states of one row range, in the pool."""
     with reporting(f"features-shard-{shard.index}-progress", f"Features, shard {shard.index}") as report:
-        return stage.capture_shard(
+        return shard_stage.capture_shard(
             config.root, config, traces, shard, lambda: servers.lend(config.root, config), report
         )
 
 
-@task(name="assemble-features", **options(stage.STAGE, lambda i: stage.key(i["config"], i["traces"])))
+@task(name="assemble-features", **options(store.STAGE, lambda i: store.key(i["config"], i["traces"])))
 def assemble_features(config: RunConfig, traces: Artifact, shards: list[Artifact]) -> Artifact:
     """The store that speculators trains on."""
-    artifact = stage.assemble(config.root, config, traces, shards, wait_logger())
+    artifact = store.assemble(config.root, config, traces, shards, wait_logger())
     return show(artifact, "features", "Feature store")

@@ -2,43 +2,77 @@
 
 `<workdir>/pool/features/<recipe>/<ab>/<key>.safetensors`, key = digest of the token ids, recipe = verifier,
 layer ids and their meaning, type.  `index.sqlite3` beside them keeps each file's size, checksum and range.
-A file under its final name is complete (written elsewhere, synced, renamed); one that a kill left without
-an index entry is checked and adopted instead of captured again.
+
+* A file under its final name is complete: written under another name, renamed.  One that a kill left without an
+  index entry is checked and adopted instead of captured again.
+* Checks and checksum are computed from the file's pages while they are in the page cache, in one visit.
+* Bytes are forced to the disk by `sync`, before a manifest vouches for them, and not file by file while servers
+  write.  An entry that was never synced and is older than the machine's last start is read and compared once.
 """
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from slipstream import atomic
 from slipstream.artifact import FileRecord
 from slipstream.digest import digest_tokens
-from slipstream.features.sample import BadSample, SampleInfo, check
+from slipstream.features.sample import BadSample, Form, SampleInfo, check
 
-COLUMNS = "key TEXT PRIMARY KEY, size INTEGER, checksum TEXT, tokens INTEGER, minimum REAL, maximum REAL"
+TABLE = "files"
+COLUMNS = (
+    "key TEXT PRIMARY KEY, size INTEGER, checksum TEXT, tokens INTEGER, minimum REAL, maximum REAL, "
+    "boot TEXT"  # NULL once synced, else the machine's start during which it was written
+)
+
+
+def _boot() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else "unknown"
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[Any]:
+    """The bytes of a file, mapped; raises BadSample for an empty one."""
+    with path.open("rb") as file:
+        try:
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            data = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+        except ValueError:
+            raise BadSample("an empty file") from None
+    try:
+        yield data
+    finally:
+        with suppress(BufferError):  # an error's traceback still holds a view; the mapping goes with it
+            data.close()
 
 
 class FeaturePool:
     """Hidden states by token sequence for one recipe.  Safe to use from several threads and processes."""
 
-    def __init__(self, workdir: Path, recipe: str, layers: int, hidden: int, dtype: str) -> None:
+    def __init__(self, workdir: Path, recipe: str, form: Form) -> None:
         self.folder = workdir / "pool" / "features" / recipe
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.layers, self.hidden, self.dtype = layers, hidden, dtype
+        self.form = form
+        self._boot = _boot()
         self._lock = threading.Lock()
         self._db = sqlite3.connect(
             self.folder / "index.sqlite3", isolation_level=None, timeout=60, check_same_thread=False
         )
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
-        self._db.execute(f"CREATE TABLE IF NOT EXISTS samples ({COLUMNS}) WITHOUT ROWID")
+        self._db.execute(f"CREATE TABLE IF NOT EXISTS {TABLE} ({COLUMNS}) WITHOUT ROWID")
 
     def close(self) -> None:
         """Ends the connection to the index."""
@@ -57,39 +91,72 @@ class FeaturePool:
         except FileNotFoundError:
             return None
         with self._lock:
-            row = self._db.execute("SELECT * FROM samples WHERE key = ?", (key,)).fetchone()
-        if row is not None and row[1] == size:
-            return SampleInfo(FileRecord(size=row[1], checksum=row[2]), row[3], row[4], row[5])
-        if row is not None:
+            row = self._db.execute(f"SELECT * FROM {TABLE} WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            return self._adopt(key, token_ids)
+        info = SampleInfo(FileRecord(size=row[1], checksum=row[2]), row[3], row[4], row[5])
+        if info.file.size != size:
             return None  # another size than recorded: damaged, to be captured again
-        try:
-            data = path.read_bytes()
-            return self._record(key, token_ids, data, check(data, token_ids, self.layers, self.hidden, self.dtype))
-        except BadSample:
-            return None
+        if row[6] not in (None, self._boot):
+            return self._survived(key, info)
+        return info
 
     def add(self, token_ids: Sequence[int], captured: Path) -> SampleInfo:
         """Checks the file a server wrote and moves it in; raises BadSample and leaves the file alone."""
-        data = captured.read_bytes()
         key = digest_tokens(token_ids)
-        span = check(data, token_ids, self.layers, self.hidden, self.dtype)
         path = self.path(key)
-        path.parent.mkdir(exist_ok=True)
-        try:
-            atomic.fsync_file(captured)
-            os.replace(captured, path)
-            atomic.fsync_folder(path.parent)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-            atomic.write_bytes(path, data)  # the server writes on another file system
-            captured.unlink()
-        return self._record(key, token_ids, data, span)
+        with mapped(captured) as data:
+            info = self._examine(token_ids, data)
+            path.parent.mkdir(exist_ok=True)
+            try:
+                os.replace(captured, path)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                atomic.write_bytes(path, data)  # the server writes on another file system
+                captured.unlink()
+        return self._record(key, info)
 
-    def _record(self, key: str, token_ids: Sequence[int], data: bytes, span: tuple[float, float]) -> SampleInfo:
-        file = FileRecord(size=len(data), checksum=str(xxhash.xxh3_128(data).hexdigest()))
-        info = SampleInfo(file, len(token_ids), *span)
-        row = (key, file.size, file.checksum, info.tokens, *span)
+    def sync(self, keys: Sequence[str]) -> int:
+        """Forces these samples' bytes and names to the disk, as far as that was not done; returns how many."""
         with self._lock:
-            self._db.execute("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?)", row)
+            unsynced = [key for key in keys if self._unsynced(key)]
+        with ThreadPoolExecutor(max_workers=8) as threads:
+            list(threads.map(lambda key: atomic.fsync_file(self.path(key)), unsynced))
+        for folder in {self.path(key).parent for key in unsynced}:
+            atomic.fsync_folder(folder)
+        with self._lock:
+            self._db.execute("BEGIN")
+            self._db.executemany(f"UPDATE {TABLE} SET boot = NULL WHERE key = ?", [(key,) for key in unsynced])
+            self._db.execute("COMMIT")
+        return len(unsynced)
+
+    def _unsynced(self, key: str) -> bool:
+        row = self._db.execute(f"SELECT boot FROM {TABLE} WHERE key = ?", (key,)).fetchone()
+        return row is not None and row[0] is not None
+
+    def _examine(self, token_ids: Sequence[int], data: Any) -> SampleInfo:
+        span = check(data, token_ids, self.form)
+        file = FileRecord(size=len(data), checksum=xxhash.xxh3_128(data).hexdigest())
+        return SampleInfo(file, len(token_ids), *span)
+
+    def _adopt(self, key: str, token_ids: Sequence[int]) -> SampleInfo | None:
+        try:
+            with mapped(self.path(key)) as data:
+                info = self._examine(token_ids, data)
+        except BadSample:
+            return None
+        return self._record(key, info)
+
+    def _survived(self, key: str, info: SampleInfo) -> SampleInfo | None:
+        """The entry of an earlier start of the machine, if the disk holds what the index says."""
+        with mapped(self.path(key)) as data:
+            if xxhash.xxh3_128(data).hexdigest() != info.file.checksum:
+                return None
+        return self._record(key, info)
+
+    def _record(self, key: str, info: SampleInfo) -> SampleInfo:
+        row = (key, info.file.size, info.file.checksum, info.tokens, info.minimum, info.maximum, self._boot)
+        with self._lock:
+            self._db.execute(f"INSERT OR REPLACE INTO {TABLE} VALUES (?, ?, ?, ?, ?, ?, ?)", row)
         return info

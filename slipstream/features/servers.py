@@ -16,7 +16,7 @@ from pathlib import Path
 
 from slipstream import serving, verifier
 from slipstream.config import RunConfig
-from slipstream.features.stage import Lease
+from slipstream.features.lease import Lease
 
 
 class Lanes:

@@ -110,12 +110,39 @@ def writing(folder: Path) -> Iterator[Writer]:
         writer.flush()
 
 
-def read(artifact: Artifact, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The artifact's rows in order, only `columns` of them."""
+def read(
+    artifact: Artifact, columns: Sequence[str], start: int = 0, stop: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Rows `start` … `stop - 1` of the artifact in order, only `columns` of them; other row groups are not read."""
     import pyarrow.parquet as pq
 
-    for batch in pq.ParquetFile(artifact.folder / FILE).iter_batches(64, columns=list(columns)):
-        yield from batch.to_pylist()
+    file = pq.ParquetFile(artifact.folder / FILE)
+    last = file.metadata.num_rows if stop is None else stop
+    groups, first, offset = [], 0, 0
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        if offset + rows <= start:
+            first = offset + rows
+        elif offset < last:
+            groups.append(group)
+        offset += rows
+    number = first
+    for batch in file.iter_batches(64, row_groups=groups, columns=list(columns)):
+        low, high = max(start - number, 0), min(last - number, len(batch))
+        number += len(batch)
+        if low < high:
+            yield from batch.slice(low, high - low).to_pylist()
+
+
+def lengths(artifact: Artifact) -> list[int]:
+    """The number of tokens of every row."""
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    found: list[int] = []
+    for batch in pq.ParquetFile(artifact.folder / FILE).iter_batches(1024, columns=["input_ids"]):
+        found += pc.list_value_length(batch["input_ids"]).to_pylist()
+    return found
 
 
 def _encodable(text: str | None) -> str | None:

@@ -18,6 +18,7 @@ from slipstream.config import FeaturesConfig
 from slipstream.features import capture
 from slipstream.features.capture import Outcome
 from slipstream.features.pool import FeaturePool
+from slipstream.features.sample import Form
 from slipstream.progress import Progress, silent
 from slipstream.serving import Endpoint
 
@@ -28,7 +29,7 @@ Run = Callable[..., Outcome]
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[FeaturePool]:
     """An empty pool of four layers, width eight."""
-    with closing(FeaturePool(tmp_path, "r", 4, 8, "float32")) as opened:
+    with closing(FeaturePool(tmp_path, "r", Form(4, 8, "float32"))) as opened:
         yield opened
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from slipstream.features.sample import BadSample, check
+from slipstream.features.sample import FP8, BadSample, Form, check, states_of
 
 TOKENS = [5, 6, 7, 8, 9, 10]
 
@@ -28,7 +28,7 @@ def good() -> torch.Tensor:
 
 
 def check_it(content: bytes, dtype: str = "float32") -> tuple[float, float]:
-    return check(content, TOKENS, 4, 8, dtype)
+    return check(content, TOKENS, Form(4, 8, dtype))
 
 
 def with_value(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -100,3 +100,48 @@ def test_a_missing_tensor(without: str) -> None:
 def test_a_pickle_is_not_loaded() -> None:
     with pytest.raises(BadSample, match="not a hidden-state file"):
         check_it(np.array([1], dtype=object).dumps())
+
+
+def test_the_range_of_any_type_is_torchs() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for seed, shift in ((0, 0.0), (1, 30.0), (2, -30.0)):  # both signs, only positive, only negative values
+            torch.manual_seed(seed)
+            states = (torch.randn(6, 4, 8) + shift).to(dtype)
+            expected = (float(states.min()), float(states.max()))
+            assert check_it(data(states), str(dtype).removeprefix("torch.")) == expected
+
+
+def float8(states: torch.Tensor) -> bytes:
+    """What hs-connectors' own quantiser makes of `states`."""
+    from hs_connectors.fp8_utils import SCALES_KEY, quantize_tensor_to_fp8
+
+    codes, scales = quantize_tensor_to_fp8(states)
+    return save({"hidden_states": codes, SCALES_KEY: scales, "token_ids": torch.tensor(TOKENS)})
+
+
+def test_float8_states_mean_what_hs_connectors_reads() -> None:
+    from hs_connectors.fp8_utils import dequantize_fp8_tensor, quantize_tensor_to_fp8
+
+    torch.manual_seed(0)
+    states = torch.randn(6, 4, 8) * torch.logspace(-2, 2, 6).reshape(6, 1, 1)
+    expected = dequantize_fp8_tensor(*quantize_tensor_to_fp8(states), dtype=torch.float32)
+    content, form = float8(states), Form(4, 8, FP8)
+    assert torch.equal(states_of(content, form), expected)
+    assert check(content, TOKENS, form) == pytest.approx((float(expected.min()), float(expected.max())))
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.0])
+def test_a_float8_scale_that_is_no_factor(scale: float) -> None:
+    tensors = {"hidden_states": good().to(torch.float8_e4m3fn), "token_ids": torch.tensor(TOKENS)}
+    content = save(tensors | {"hidden_states_scales": torch.full((6, 1, 1), scale)})
+    with pytest.raises(BadSample, match="as the scale of token 0"):
+        check(content, TOKENS, Form(4, 8, FP8))
+
+
+def test_float8_without_scales_or_with_nan() -> None:
+    tensors = {"hidden_states": good().to(torch.float8_e4m3fn), "token_ids": torch.tensor(TOKENS)}
+    with pytest.raises(BadSample, match="no hidden_states_scales"):
+        check(save(tensors), TOKENS, Form(4, 8, FP8))
+    tensors["hidden_states"][2, 1, 3] = float("nan")
+    with pytest.raises(BadSample, match="NaN or infinity at token 2, layer position 1"):
+        check(save(tensors | {"hidden_states_scales": torch.ones(6, 1, 1)}), TOKENS, Form(4, 8, FP8))

@@ -19,8 +19,9 @@ from stub_server import Capture, StubServer, states_of
 from slipstream.artifact import Artifact, claim, quarantine
 from slipstream.config import RunConfig
 from slipstream.errors import StageFailed
-from slipstream.features import stage
-from slipstream.features.stage import Lease
+from slipstream.features import shard_stage, store
+from slipstream.features.lease import Lease
+from slipstream.features.rows import plan_shards
 from slipstream.progress import silent
 from slipstream.serving import Endpoint
 
@@ -66,13 +67,13 @@ class Runner:
 
     def shards(self, traces: Artifact, **features: Any) -> list[Artifact]:
         config = self.make(features={"shards": 3} | features)
-        planned = stage.plan(config, traces)
-        return [stage.capture_shard(self.root, config, traces, shard, self.lend, silent) for shard in planned]
+        planned = plan_shards(config, traces)
+        return [shard_stage.capture_shard(self.root, config, traces, shard, self.lend, silent) for shard in planned]
 
     def __call__(self, rows: list[dict[str, Any]], **features: Any) -> Artifact:
         traces = self.traces(rows)
         shards = self.shards(traces, **features)
-        return stage.assemble(self.root, self.make(features={"shards": 3} | features), traces, shards)
+        return store.assemble(self.root, self.make(features={"shards": 3} | features), traces, shards)
 
     def asked(self) -> list[list[int]]:
         """The token ids of every capture request."""

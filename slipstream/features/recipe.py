@@ -1,0 +1,45 @@
+"""What decides the states of a token sequence besides the sequence: the verifier, the layers, the type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slipstream import verifier
+from slipstream.config import RunConfig
+from slipstream.digest import digest
+from slipstream.features.pool import FeaturePool
+from slipstream.features.sample import FP8, Form
+
+CONVENTION = "id k is the residual stream before layer k; the last id is the final state, before the final norm"
+PRE_NORM = "before the final norm"
+
+
+def store_dtype(config: RunConfig) -> str:
+    """The type in which states lie in files: the verifier's, or float8 for the fp8 store."""
+    return FP8 if config.features.store == "fp8" else config.verifier.dtype
+
+
+def recipe(config: RunConfig) -> dict[str, Any]:
+    """The recipe of this configuration's samples; its digest names their row pool."""
+    shape = verifier.load_shape(config.verifier)
+    return {
+        "verifier": verifier.identity(config.verifier),
+        "computed": config.verifier.dtype,
+        "dtype": store_dtype(config),
+        "layer_ids": verifier.capture_ids(config.features.layer_ids, shape),
+        "hidden_size": shape.hidden_size,
+        "convention": CONVENTION,
+        "final_state": PRE_NORM,
+    }
+
+
+def form(config: RunConfig) -> Form:
+    """What every sample of this configuration looks like."""
+    shape = verifier.load_shape(config.verifier)
+    return Form(len(config.features.layer_ids) + 1, shape.hidden_size, store_dtype(config))
+
+
+def open_pool(workdir: Path, config: RunConfig) -> FeaturePool:
+    """The row pool of this configuration's recipe."""
+    return FeaturePool(workdir, digest(recipe(config)), form(config))

@@ -1,0 +1,107 @@
+"""The features stage, first half: one row range is captured into the row pool.
+
+    feature-shards/<key>/
+      index.parquet   one row a sample (columns: `index`)
+      lost.jsonl      samples that could not be captured, with the reason
+
+Its manifest lists the samples' files where they lie, in the pool.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from slipstream import atomic
+from slipstream.artifact import Artifact, FileRecord, claim, stage_key
+from slipstream.config import RunConfig
+from slipstream.digest import digest
+from slipstream.errors import StageFailed
+from slipstream.features import capture, index
+from slipstream.features.index import Entry
+from slipstream.features.lease import Lend
+from slipstream.features.recipe import open_pool, recipe
+from slipstream.features.rows import Row, read_rows
+from slipstream.features.shards import Shard
+from slipstream.progress import Report
+
+STAGE, VERSION = "feature-shards", 2
+LOST = "lost.jsonl"
+
+
+def _inputs(rows: Sequence[Row]) -> dict[str, str]:
+    return {"rows": digest([row.key for row in rows])}
+
+
+def shard_key(config: RunConfig, traces: Artifact, shard: Shard) -> str:
+    """The folder key of a shard: it follows the token sequences, not their row numbers."""
+    rows = list(read_rows(config, traces, shard.start, shard.stop))
+    return stage_key(STAGE, VERSION, recipe(config), _inputs(rows))
+
+
+def capture_shard(
+    workdir: Path, config: RunConfig, traces: Artifact, shard: Shard, lend: Lend, report: Report
+) -> Artifact:
+    """Captures the shard's samples that the pool lacks; `lend` is entered only when there are any.
+
+    Raises StageFailed when a larger share than `features.max_lost_share` could not be captured.
+    """
+    rows = list(read_rows(config, traces, shard.start, shard.stop))
+    inputs, made = _inputs(rows), recipe(config)
+    name = stage_key(STAGE, VERSION, made, inputs)
+    with claim(workdir, STAGE, name) as folder:
+        if (done := folder.complete()) is not None:
+            return done
+        folder.reopen()
+        with closing(open_pool(workdir, config)) as pool:
+            missing = [row for row in rows if pool.find(row.token_ids) is None]
+            outcome = capture.Outcome()
+            if missing:
+                with lend() as lease:
+                    outcome = capture.capture(
+                        [(row.number, row.token_ids) for row in missing],
+                        lease.endpoint,
+                        lease.storage,
+                        pool,
+                        config.features,
+                        report,
+                    )
+            found = [(row, pool.find(row.token_ids)) for row in rows]
+            entries = [Entry(row.number, row.trace, row.split, row.key, sample) for row, sample in found if sample]
+            lost = [
+                {"trace": row.trace, "key": row.key, "reason": outcome.lost.get(row.number, "not in the pool")}
+                for row, sample in found
+                if sample is None
+            ]
+            atomic.write_lines(folder.path / LOST, lost)
+            if len(lost) > config.features.max_lost_share * len(rows):
+                raise StageFailed(
+                    f"features: {len(lost)} of {len(rows)} samples of shard {shard.index} could not be captured, more "
+                    f"than max_lost_share {config.features.max_lost_share:g}; the first: {lost[0]['reason']}"
+                )
+            index.write(folder.path / index.FILE, entries, pool.form.dtype)
+            samples = {entry.key: entry.sample for entry in entries}
+            pool.sync(list(samples))
+            files: dict[str, FileRecord | None] = {LOST: None, index.FILE: None}
+            files |= {os.path.relpath(pool.path(key), folder.path): info.file for key, info in samples.items()}
+        return folder.commit(
+            version=VERSION,
+            recipe=made,
+            inputs=inputs,
+            content=digest(sorted(samples)),
+            files=files,
+            counts={
+                "samples": len(samples),
+                "tokens": sum(info.tokens for info in samples.values()),
+                "bytes": sum(info.file.size for info in samples.values()),
+                "lost": len(lost),
+            },
+            work={
+                "captured": outcome.captured,
+                "reused": len(rows) - len(missing),
+                "captured_tokens": outcome.tokens,
+                "tokens_per_s": round(outcome.tokens / outcome.seconds, 1) if outcome.seconds else None,
+            },
+        )
