@@ -17,6 +17,7 @@ import fcntl
 import importlib.metadata
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,11 @@ from slipstream.errors import Damaged
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 SCHEMA = 1
+READ_BYTES = 1 << 20  # hashed while it is in the core's cache
 TOOLS = ("slipstream", "prefect", "torch", "transformers", "speculators", "safetensors", "openai", "pyarrow")
+
+
+_buffers = threading.local()
 
 
 class FileRecord(BaseModel):
@@ -106,11 +111,17 @@ def stage_key(stage: str, version: int, recipe: Mapping[str, Any], inputs: Mappi
 
 
 def checksum(path: Path) -> str:
-    """XXH3-128 of the file's bytes, 32 hex digits (https://xxhash.com, the 128-bit variant)."""
+    """XXH3-128 of the file's bytes, 32 hex digits (https://xxhash.com, the 128-bit variant).
+
+    Each thread reads into one buffer of its own: fresh memory for every piece took a third of the time.
+    """
     hasher = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            hasher.update(chunk)
+    if not hasattr(_buffers, "mine"):
+        _buffers.mine = memoryview(bytearray(READ_BYTES))
+    buffer = _buffers.mine
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            hasher.update(buffer[:count])
     return str(hasher.hexdigest())
 
 

@@ -6,7 +6,8 @@ import asyncio
 import fcntl
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,19 +88,35 @@ async def _with_retries(
     config: FeaturesConfig,
 ) -> None:
     for attempt in range(1, config.max_attempts + 1):
-        path: Path | None = None
         try:
-            path = await _request(client, endpoint, storage, token_ids)
-            await _await_file(client, endpoint, path, config.request_timeout_s)
-            await asyncio.to_thread(pool.add, token_ids, path)
+            async with extracted(client, endpoint, storage, token_ids, config.request_timeout_s) as path:
+                await asyncio.to_thread(pool.add, token_ids, path)
             return
         except (BadSample, TransientError):
             if attempt == config.max_attempts:
                 raise
             await asyncio.sleep(min(10.0, 2.0 ** (attempt - 1)))
-        finally:
-            if path is not None:
-                _remove(path)
+
+
+@asynccontextmanager
+async def extracted(
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    storage: Path,
+    token_ids: Sequence[int],
+    timeout_s: float,
+    flush_every_s: float = FLUSH_EVERY_S,
+) -> AsyncIterator[Path]:
+    """One prefill request; inside the block the server's finished file is there, afterwards it is not.
+
+    Raises TransientError for what another attempt may not meet, ServerError for an answer that breaks the contract.
+    """
+    path = await _request(client, endpoint, storage, token_ids)
+    try:
+        await _await_file(client, endpoint, path, timeout_s, flush_every_s)
+        yield path
+    finally:
+        _remove(path)
 
 
 async def _post(client: httpx.AsyncClient, endpoint: Endpoint, token_ids: Sequence[int]) -> httpx.Response:
@@ -138,16 +155,18 @@ def _remove(path: Path) -> None:
     path.with_name(path.name + ".lock").unlink(missing_ok=True)
 
 
-async def _await_file(client: httpx.AsyncClient, endpoint: Endpoint, path: Path, timeout_s: float) -> None:
+async def _await_file(
+    client: httpx.AsyncClient, endpoint: Endpoint, path: Path, timeout_s: float, flush_every_s: float
+) -> None:
     """Returns when the server has released the lock beside `path` and the file is there."""
     lock = path.with_name(path.name + ".lock")
     deadline = time.monotonic() + timeout_s
-    next_flush = time.monotonic() + FLUSH_EVERY_S
+    next_flush = time.monotonic() + flush_every_s
     while time.monotonic() < deadline:
         if path.exists() and _released(lock):
             return
         if time.monotonic() > next_flush:
-            next_flush += FLUSH_EVERY_S
+            next_flush += flush_every_s
             await _flush(client, endpoint, path.parent)
         await asyncio.sleep(0.01)
     raise TransientError(f"{path}: the server answered 200 but wrote no file within {timeout_s:.0f} s")
