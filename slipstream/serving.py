@@ -28,6 +28,10 @@ from slipstream.config import ServersConfig, VerifierConfig
 from slipstream.errors import InputError, ServerError
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+FP8_CONNECTOR = {
+    "kv_connector": "AtomicFP8HiddenStatesConnector",
+    "kv_connector_module_path": "slipstream_vllm.fp8_connector",
+}
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,10 @@ def generation_server() -> ServerSpec:
     return ServerSpec("generation")
 
 
-def extraction_server(layer_ids: Sequence[int], storage: Path) -> ServerSpec:
-    """A server that writes the hidden states of every prompt into `storage` (vLLM's example connector).
+def extraction_server(layer_ids: Sequence[int], storage: Path, fp8: bool = False) -> ServerSpec:
+    """A server that writes the hidden states of every prompt into `storage`.
 
+    In the served type by vLLM's example connector, with `fp8` in hs-connectors' per-token float8 form by our plugin's.
     Prefix caching is off: cached tokens return no states.
     """
     speculative = {
@@ -68,7 +73,7 @@ def extraction_server(layer_ids: Sequence[int], storage: Path) -> ServerSpec:
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
     }
     transfer = {
-        "kv_connector": "ExampleHiddenStatesConnector",
+        **(FP8_CONNECTOR if fp8 else {"kv_connector": "ExampleHiddenStatesConnector"}),
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(storage)},
     }

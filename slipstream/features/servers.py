@@ -78,7 +78,8 @@ def _storage(workdir: Path, lane: int) -> Path:
 
 def _spec(config: RunConfig, storage: Path) -> serving.ServerSpec:
     shape = verifier.load_shape(config.verifier)
-    return serving.extraction_server(verifier.capture_ids(config.features.layer_ids, shape), storage)
+    ids, fp8 = verifier.capture_ids(config.features.layer_ids, shape), config.features.store == "fp8"
+    return serving.extraction_server(ids, storage, fp8)
 
 
 def start_ahead(workdir: Path, config: RunConfig) -> None:
@@ -99,9 +100,8 @@ _shared: dict[str, Lanes] = {}
 
 
 def _name(workdir: Path, config: RunConfig) -> str:
-    return (
-        f"{workdir}:{config.verifier.model_dump_json()}:{config.servers.model_dump_json()}:{config.features.layer_ids}"
-    )
+    captured = f"{config.features.layer_ids}:{config.features.store}"
+    return f"{workdir}:{config.verifier.model_dump_json()}:{config.servers.model_dump_json()}:{captured}"
 
 
 @contextmanager

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -11,16 +18,25 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hs_connectors.fp8_utils import quantize_tensor_to_fp8
 from safetensors.torch import load_file
 
 from slipstream import serving
+from slipstream.artifact import open_artifact
 from slipstream.config import load_config
+from slipstream.features import servers, shard_stage
+from slipstream.features.lease import Lease
+from slipstream.features.recipe import open_pool
+from slipstream.features.rows import read_rows
+from slipstream.features.shards import Shard
 from slipstream.pocket import curriculum
 from slipstream.pocket.model import load_text_model
+from slipstream.progress import silent
 from tests.conftest import ROOT, Run, run
 
 pytestmark = [pytest.mark.serve, pytest.mark.pocket, pytest.mark.timeout(2400)]
 VERIFIER = ROOT / "slipstream/pocket/verifier"
+IN_MOVED_TO, IN_CREATE = 0x80, 0x100
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +94,76 @@ def test_stored_states_equal_transformers(latest: Path) -> None:
             ours = stored["hidden_states"][:, position]
             error = (ours - reference[0]).norm() / reference[0].norm()
             assert error < 1e-3, (path.name, position, float(error))
+
+
+def _renamed(folder: Path, created: list[str], moved: list[str], until: threading.Event) -> None:
+    """Notes, by inotify(7), the names that are created and those that are renamed into `folder`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.inotify_init1(os.O_NONBLOCK)
+    assert libc.inotify_add_watch(fd, str(folder).encode(), IN_CREATE | IN_MOVED_TO) >= 0
+    while not until.wait(0.1):
+        with suppress(BlockingIOError):
+            data = os.read(fd, 1 << 20)
+            while data:
+                _, mask, _, length = struct.unpack_from("iIII", data)
+                name = data[16 : 16 + length].rstrip(b"\0").decode()
+                (created if mask & IN_CREATE else moved).append(name)
+                data = data[16 + length :]
+    os.close(fd)
+
+
+def test_fp8_samples_are_the_stored_states_quantized(latest: Path, tmp_path: Path) -> None:
+    """A server of the fp8 store captures rows that the run has in float32: hs-connectors' form of the same states."""
+    given = load_config(ROOT / "deployments/pocket.yaml")
+    features = given.features.model_copy(update={"store": "fp8"})
+    config = given.model_copy(update={"features": features})
+    traces = open_artifact((latest / "traces").resolve())
+    created: list[str] = []
+    moved: list[str] = []
+    done = threading.Event()
+
+    @contextmanager
+    def lend() -> Iterator[Lease]:
+        with servers.lend(tmp_path, config) as lease:
+            watch = threading.Thread(target=_renamed, args=(lease.storage, created, moved, done))
+            watch.start()
+            try:
+                yield lease
+            finally:
+                time.sleep(0.2)
+                done.set()
+                watch.join()
+
+    made = shard_stage.capture_shard(tmp_path, config, traces, Shard(index=0, start=0, stop=24), lend, silent)
+    stored = {row["key"]: row["row"] for row in pq.read_table(latest / "features" / "index.parquet").to_pylist()}
+    whole = dict.fromkeys(row.key for row in read_rows(config, traces, 0, 24))
+    sizes = [0, 0]
+    off, codes = 0, 0
+    with closing(open_pool(tmp_path, config)) as pool:
+        for key in whole:
+            reference = load_file(latest / "features" / "hidden_states" / f"hs_{stored[key]}.safetensors")
+            sample = load_file(pool.path(key))
+            expected, scales = quantize_tensor_to_fp8(reference["hidden_states"])
+            assert torch.equal(sample["token_ids"], reference["token_ids"])
+            assert sample["hidden_states"].dtype == torch.float8_e4m3fn
+            assert torch.allclose(sample["hidden_states_scales"], scales, rtol=1e-5, atol=0)
+            distance = _code(sample["hidden_states"]) - _code(expected)
+            assert distance.abs().max() <= 1
+            off, codes = off + int(distance.count_nonzero()), codes + distance.numel()
+            sizes[0] += sample["hidden_states"].nbytes
+            sizes[1] += reference["hidden_states"].nbytes
+    assert (made.manifest().counts["samples"], made.manifest().counts["lost"]) == (len(whole), 0)
+    assert off / codes < 1e-3, (off, codes)  # 0 of 1,244,160 as measured
+    assert sizes[0] * 4 == sizes[1]
+    assert sum(name.endswith(".safetensors") for name in moved) >= len(whole)
+    assert sum(name.endswith(".safetensors.lock") for name in created) >= len(whole)
+    assert not [name for name in created if name.endswith(".safetensors")], "a final name that was written to"
+
+
+def _code(states: torch.Tensor) -> torch.Tensor:
+    """float8 values by their place in order: neighbours differ by one."""
+    bits = states.view(torch.uint8).to(torch.int32)
+    return torch.where(bits >= 128, 128 - bits, bits)
 
 
 def test_last_state_gives_the_servers_prompt_logprobs(latest: Path, tmp_path: Path) -> None:

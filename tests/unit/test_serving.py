@@ -15,6 +15,8 @@ from slipstream.config import ServersConfig, VerifierConfig
 from slipstream.errors import InputError, ServerError
 from slipstream.serving import Endpoint
 
+ROOT = Path(__file__).parents[2]
+
 
 def line(spec: serving.ServerSpec, verifier: dict[str, Any] | None = None, **servers: Any) -> list[str]:
     """The command line of a server."""
@@ -36,6 +38,15 @@ def test_extraction_captures_what_is_asked_and_caches_no_prefix(tmp_path: Path) 
     transfer = json.loads(value(command, "--kv-transfer-config"))
     assert transfer["kv_connector"] == "ExampleHiddenStatesConnector"
     assert transfer["kv_connector_extra_config"]["shared_storage_path"] == str(tmp_path)
+
+
+def test_the_fp8_store_has_a_connector_of_its_own(tmp_path: Path) -> None:
+    given = json.loads(value(line(serving.extraction_server([1], tmp_path)), "--kv-transfer-config"))
+    fp8 = json.loads(value(line(serving.extraction_server([1], tmp_path, fp8=True)), "--kv-transfer-config"))
+    assert "kv_connector_module_path" not in given
+    module = ROOT / "infra/serve/plugin" / (fp8["kv_connector_module_path"].replace(".", "/") + ".py")
+    assert f"class {fp8['kv_connector']}(" in module.read_text()
+    assert {name: fp8[name] for name in given} == given | {"kv_connector": fp8["kv_connector"]}
 
 
 def test_extraction_has_room_for_a_trace_of_full_length(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ It changes vLLM in three places and nowhere else (checked against vllm 0.32.0):
 * `atomic_writes`: a hidden-state file appears under its name only when it is complete (any device).
 * `cpu_extraction`: hidden-state extraction without CUDA streams and pinned memory (CPU).
 * `cpu_blocks`: an MLA verifier and a Llama-type drafter can share a block size of 16 (CPU).
+
+`fp8_connector` is no change but a connector, loaded only by the server that names it.
 """
 
 from __future__ import annotations
