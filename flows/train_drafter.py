@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
 
-from prefect import flow, unmapped
+from prefect import flow
 from prefect.runtime import flow_run
-from prefect.task_runners import ThreadPoolTaskRunner
 
+from flows.capture_features import capture_features
 from slipstream import servers_ahead
 from slipstream.config import RunConfig
-from slipstream.features.rows import plan_shards
 from slipstream.plan import preflight
 from tasks.acceptance import measure_acceptance
 from tasks.drafter import train
-from tasks.features import assemble_features, capture_shard, shared_servers
 from tasks.prompts import split_prompts
 from tasks.report import write_report
 from tasks.traces import generate_traces
 from tasks.vocabulary import choose_vocabulary
-
-# Lanes of servers bound the work of mapped shards, not threads.
-LANES: Any = ThreadPoolTaskRunner(max_workers=16)
 
 
 def _run_name() -> str:
@@ -33,7 +27,6 @@ def _run_name() -> str:
 @flow(
     name="train-drafter",
     flow_run_name=_run_name,
-    task_runner=LANES,
     persist_result=False,  # a completed run with a stored result could not be run again
 )
 def train_drafter(config: RunConfig) -> None:
@@ -50,9 +43,7 @@ def train_drafter(config: RunConfig) -> None:
     with servers_ahead.closing():
         prompts = split_prompts(config)
         traces = generate_traces(config, prompts)
-        with shared_servers(config):
-            shards = capture_shard.map(unmapped(config), unmapped(traces), plan_shards(config, traces)).result()
-        features = assemble_features(config, traces, shards)
+        features, shards = capture_features(config, traces.path)
         vocabulary = choose_vocabulary(config, traces)
         drafter = train(config, features, vocabulary)
         acceptance = measure_acceptance(config, prompts, drafter)

@@ -58,7 +58,7 @@ def _plan(args: argparse.Namespace) -> int:
     print(f"{estimate['name']}: {estimate['prompts']:,} prompts, verifier {estimate['verifier']}")
     print(f"  traced tokens        {estimate['tokens']:,}")
     print(f"  hidden states        {estimate['bytes_per_token']:,} bytes a token (layer ids {estimate['layer_ids']})")
-    print(f"  feature store        {estimate['feature_store_bytes'] / 1e9:.1f} GB")
+    print(f"  feature store        {estimate['feature_store_bytes'] / 1e9:.1f} GB ({estimate['store']})")
     print(f"  checkpoints          {estimate['checkpoint_bytes'] / 1e9:.1f} GB")
     print(f"  free disk            {estimate['disk_free_bytes'] / 1e9:.1f} GB")
     print(f"  GPUs                 {estimate['gpus']} ({estimate['gpus_here']} here)")

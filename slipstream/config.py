@@ -133,6 +133,8 @@ class ServersConfig(Stage):
             "features_endpoints",
             "features_storage",
             "start_ahead",
+            "runner",
+            "ray_address",
         }
     )
 
@@ -153,11 +155,21 @@ class ServersConfig(Stage):
     start_ahead: bool = Field(
         default=False, description="Start the next stage's server while a stage runs; CPU hosts with two cores."
     )
+    runner: Literal["threads", "ray"] = Field(
+        default="threads",
+        description="Who runs a capture's shards: threads of this process, on this host's GPUs, or Ray, on several "
+        "hosts that see the work directory under one path.",
+    )
+    ray_address: str | None = Field(
+        default=None, description="Running Ray cluster (host:port or auto); null starts one here for the capture."
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.start_ahead and self.device != "cpu":
             raise ValueError("start_ahead is for device cpu: two servers do not share a GPU")
+        if self.ray_address and self.runner != "ray":
+            raise ValueError(f"ray_address ({self.ray_address}) is for runner ray, and runner is {self.runner}")
         if self.gpus % self.tensor_parallel:
             raise ValueError(f"gpus ({self.gpus}) must be a multiple of tensor_parallel ({self.tensor_parallel})")
         if self.features_endpoints and not self.features_storage:

@@ -53,6 +53,21 @@ def _prompts(config: RunConfig) -> int:
     return sum(mixture([tally.new for tally in tallies], weights, wanted.limit))
 
 
+def _bytes_per_token(config: RunConfig, layers: int, hidden: int) -> int:
+    from slipstream.features.recipe import store_dtype  # imports torch
+    from slipstream.features.sample import Form
+
+    stored = config.features.store != "none"
+    return Form(layers, hidden, store_dtype(config)).bytes_per_token if stored else 0
+
+
+def _passes(config: RunConfig) -> int:
+    """Prefills of every token beside the pass that generates it: one, none, or one an epoch when nothing is stored."""
+    if config.features.store == "none":
+        return config.drafter.epochs
+    return 0 if config.features.capture_while_generating else 1
+
+
 def _drafter_parameters(config: RunConfig, shape: verifier.Shape) -> dict[str, int]:
     draft, hidden = config.drafter.shape, shape.hidden_size
     heads = draft.num_attention_heads * draft.head_dim
@@ -80,7 +95,7 @@ def plan(config: RunConfig) -> dict[str, Any]:
     count = _prompts(config)
     traced = round(count * (1 - config.prompts.held_out_ratio))
     tokens = traced * config.traces.expected_tokens_per_trace
-    bytes_per_token = len(layer_ids) * shape.hidden_size * BYTES[config.verifier.dtype]
+    bytes_per_token = _bytes_per_token(config, len(layer_ids), shape.hidden_size)
     store = tokens * bytes_per_token
     parameters = _drafter_parameters(config, shape)
     # weights and two moments in float32 to resume from, and the export, each epoch
@@ -90,11 +105,11 @@ def plan(config: RunConfig) -> dict[str, Any]:
     trained_tokens = tokens * (1 - config.prompts.val_ratio) * config.drafter.epochs
     hours = {
         "traces": tokens / config.rates.traces_tokens_per_s / 3600,
-        "features": tokens / config.rates.features_tokens_per_s / 3600,
+        "features": tokens * _passes(config) / config.rates.features_tokens_per_s / 3600,
         "training": trained_tokens / config.rates.training_tokens_per_s / max(1, len(config.drafter.devices)) / 3600,
     }
     gpus = max(config.servers.gpus if config.servers.device == "cuda" else 0, len(config.drafter.devices))
-    needed = int((store + checkpoints) * (1 + RESERVE))
+    needed = int((store + checkpoints) * (1 + RESERVE) + config.features.disk_reserve_gib * 2**30)
     reasons = []
     if needed > free:
         reasons.append(f"{needed / 1e9:.1f} GB of disk needed under {config.root}, {free / 1e9:.1f} GB free")
@@ -107,6 +122,7 @@ def plan(config: RunConfig) -> dict[str, Any]:
         "traced_prompts": traced,
         "tokens": tokens,
         "layer_ids": layer_ids,
+        "store": config.features.store,
         "bytes_per_token": bytes_per_token,
         "feature_store_bytes": store,
         "checkpoint_bytes": checkpoints,

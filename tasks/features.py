@@ -1,22 +1,60 @@
-"""Tasks: hidden states captured shard by shard, then assembled into one store."""
+"""Tasks: hidden states planned, captured shard by shard, then assembled into one store."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from pathlib import Path
 
 from prefect import task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
 
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
-from slipstream.features import servers, shard_stage, store
+from slipstream.features import servers, shard_stage, source, store
+from slipstream.features.plan import CapturePlan, Load, plan_capture
 from slipstream.features.shards import Shard
-from tasks.progress import reporting
+from tasks.progress import duration, reporting
 from tasks.stage import options, show, wait_logger
 
 
-def shared_servers(config: RunConfig) -> AbstractContextManager[None]:
-    """Inside the block the shards share extraction servers; none starts while nothing is missing."""
-    return servers.shared(config.root, config)
+@task(name="find-traces", persist_result=False, cache_policy=NO_CACHE)
+def find_traces(config: RunConfig, folder: str) -> Artifact:
+    """The traces in `folder`, if they are this verifier's."""
+    return source.open_traces(config, Path(folder))
+
+
+@task(name="plan-features", persist_result=False, cache_policy=NO_CACHE)
+def plan_features(config: RunConfig, traces: Artifact) -> CapturePlan:
+    """What is to be captured, as a table; fails when it does not fit."""
+    planned = plan_capture(config.root, config, traces)
+    rows = [_planned(str(part.shard.index), part.whole, part.missing, planned) for part in planned.shards]
+    rows.append(_planned("total", planned.whole, planned.missing, planned))
+    create_table_artifact(rows, key="features-plan", description=_summary(planned))
+    planned.require_space(config.root / "pool")
+    return planned
+
+
+def _planned(name: str, whole: Load, missing: Load, planned: CapturePlan) -> dict[str, str]:
+    return {
+        "shard": name,
+        "rows": f"{whole.rows:,}",
+        "tokens": f"{whole.tokens:,}",
+        "rows to capture": f"{missing.rows:,}",
+        "tokens to capture": f"{missing.tokens:,}",
+        "GB to capture": f"{missing.tokens * planned.bytes_per_token / 1e9:,.3f}",
+        "expected time": duration(missing.tokens / planned.tokens_per_s) if missing.tokens else "-",
+    }
+
+
+def _summary(planned: CapturePlan) -> str:
+    if not planned.bytes_per_token:
+        return "Plan of the capture: no store, so nothing is captured; the trainer asks a server as it goes."
+    gpus = f" with {planned.gpus_each} GPUs each" if planned.gpus_each else ""
+    return (
+        f"Plan of the capture: {planned.servers} server(s){gpus} at {planned.tokens_per_s:,.0f} tokens/s together, "
+        f"{planned.bytes_per_token:,} bytes a token. Disk: {planned.needed / 1e9:,.2f} GB needed with the reserve, "
+        f"{planned.free / 1e9:,.2f} GB free."
+    )
 
 
 @task(
