@@ -199,21 +199,24 @@ def _failure(response: aiohttp.ClientResponse, data: bytes) -> SlipstreamError:
     return _NoSuchPage(reason) if response.status in NO_SUCH_PAGE else Refused(reason)
 
 
-@asynccontextmanager
-async def connect(endpoints: Sequence[Endpoint], timeout_s: float) -> AsyncIterator[list[Server]]:
-    """The servers behind `endpoints`, on one session that belongs to the running event loop and is closed with it.
+def session(timeout_s: float) -> aiohttp.ClientSession:
+    """A session for the running event loop, to be closed with it; `timeout_s` bounds one request, answer included.
 
-    `timeout_s` bounds one request, answer included.  A key for servers that want one is taken from OPENAI_API_KEY.
+    A key for servers that want one is taken from OPENAI_API_KEY.
     """
-    timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s))
-    session = aiohttp.ClientSession(
-        timeout=timeout,
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_S, timeout_s)),
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
         cookie_jar=aiohttp.DummyCookieJar(),
         headers=authorization(),
     )
-    async with session:
-        yield [Server(endpoint, session) for endpoint in endpoints]
+
+
+@asynccontextmanager
+async def connect(endpoints: Sequence[Endpoint], timeout_s: float) -> AsyncIterator[list[Server]]:
+    """The servers behind `endpoints`, on one `session`."""
+    async with session(timeout_s) as opened:
+        yield [Server(endpoint, opened) for endpoint in endpoints]
 
 
 def to_answer(completion: Mapping[str, Any]) -> Answer:

@@ -272,6 +272,7 @@ class FeaturesConfig(Stage):
             "max_attempts",
             "max_lost_share",
             "max_server_restarts",
+            "endpoint_patience_s",
             "disk_reserve_gib",
             "disk_patience_s",
             "probe_samples",
@@ -299,6 +300,11 @@ class FeaturesConfig(Stage):
     max_attempts: int = Field(default=3, ge=1, description="Attempts per sample on transient failures.")
     max_lost_share: float = Field(default=0.01, ge=0, lt=1, description="The stage fails above this share.")
     max_server_restarts: int = Field(default=3, ge=0, description="Times a shard starts a server that died again.")
+    endpoint_patience_s: float = Field(
+        default=600,
+        gt=0,
+        description="Seconds that all of servers.features_endpoints may be away before the shard fails.",
+    )
     disk_reserve_gib: float = Field(
         default=1.0, ge=0, description="Capture pauses while the store's disk has less free, in GiB."
     )

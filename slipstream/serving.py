@@ -36,10 +36,17 @@ FP8_CONNECTOR = {
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that answers: `url` ends in /v1, `model` is the name it serves."""
+    """A server that answers: `url` ends in /v1, `model` is the name it serves, `child` its process if we started it."""
 
     url: str
     model: str
+    child: process.Process | None = field(default=None, compare=False, repr=False)
+
+    def ended(self) -> str | None:
+        """How a server that was started here ended, in one sentence; None while it runs or nobody can tell."""
+        if self.child is None or (status := self.child.returncode()) is None:
+            return None
+        return f"{self.child.log}: the server ended with status {status}: {self.child.complaint()}"
 
     @property
     def metrics_url(self) -> str:
@@ -212,7 +219,7 @@ def _serve(
     cache.mkdir(parents=True, exist_ok=True)
     child = process.start(command(verifier, servers, spec, port), log, environment(servers, cache, gpus))
     try:
-        endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", verifier.path)
+        endpoint = Endpoint(f"http://127.0.0.1:{port}/v1", verifier.path, child)
         wait_until_ready(endpoint, child, servers.startup_timeout_s, unwanted)
         yield endpoint
     finally:

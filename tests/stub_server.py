@@ -6,7 +6,8 @@
 
 * `/v1/chat/completions` with `return_token_ids`; the n-th request for a prompt gets the n-th reply, the last repeats
 * `/v1/completions` as the hidden-state connector answers it: a file in `server.storage` (`hidden_states`,
-  `token_ids`) with a `.lock` that is held until the file is written
+  `token_ids`) with a `.lock` that is held until the file is written; `server.paths` are the files in order of asking
+* `/version` and `/health` beside /v1, when `server.version` and `server.health` say what they answer
 * `/v1/models`, `/metrics`, and `server.requests`, the log of everything asked, each with its time `at`
 
 Answers can call tools and count tokens; a function can decide them from the whole request:
@@ -99,6 +100,8 @@ class Capture:
     tokens: Sequence[int] | None = None
     states: np.ndarray | None = None
     write: bool = True
+    failed: bool = False  # the writer lets go of the lock without a file
+    data: bytes | None = None  # the file's bytes, instead of a sample
     raw: tuple[str, bytes] | None = None
 
 
@@ -297,6 +300,9 @@ class StubServer(LoopbackServer):
         self.default = Reply()
         self.metrics: str | None = None
         self.drafts = 0
+        self.version: str | None = None
+        self.health: int | None = None  # status
+        self.paths: list[Path] = []
         self._replies: dict[str, tuple[Reply, ...]] = {}
         self._asked: Counter[str] = Counter()
         self._chat: Callable[[dict[str, Any], int], Reply] | None = None
@@ -356,12 +362,14 @@ class StubServer(LoopbackServer):
             output_ids=list(output if chosen.output_ids is None else chosen.output_ids),
         )
 
-    def capture(self, tokens: list[int]) -> tuple[Capture, Path]:
-        """What a hidden-state request gets and the file that belongs to it."""
+    def capture(self, tokens: list[int], name: str | None = None) -> tuple[Capture, Path]:
+        """What a hidden-state request gets and the file that belongs to it, called as vLLM calls it."""
         with self.lock:
             number = self._captures
             self._captures += 1
-        return self._capture(tokens, number), self.storage / f"cmpl-{number}.safetensors"
+            path = self.storage / (f"cmpl-{name}-0-{number:08x}.safetensors" if name else f"cmpl-{number}.safetensors")
+            self.paths.append(path)
+        return self._capture(tokens, number), path
 
     def write(self, capture: Capture, tokens: list[int], path: Path) -> None:
         """Writes the file under its lock; the lock is taken here, the writing may come later."""
@@ -369,6 +377,11 @@ class StubServer(LoopbackServer):
         fcntl.flock(lock, fcntl.LOCK_EX)
 
         def finish() -> None:
+            if capture.failed:
+                return
+            if capture.data is not None:
+                path.write_bytes(capture.data)
+                return
             held = tokens if capture.tokens is None else capture.tokens
             states = states_of(held, self.layers, self.hidden) if capture.states is None else capture.states
             path.write_bytes(save({"hidden_states": states, "token_ids": np.asarray(held, dtype=np.int64)}))
@@ -404,6 +417,10 @@ class StubServer(LoopbackServer):
                 return await self._admit(request.body)
             case "POST", "/v1/completions":
                 return await self._extract(request.body)
+            case "GET", "/version" if self.version is not None:
+                return as_json({"version": self.version})
+            case "GET", "/health" if self.health is not None:
+                return page(self.health, b"")
             case "GET", "/metrics":
                 return page(200, self.metrics_page().encode(), "text/plain; version=0.0.4")
         return await super().answer(method, path, data)
@@ -440,7 +457,7 @@ class StubServer(LoopbackServer):
 
     async def _extract(self, body: dict[str, Any]) -> web.Response:
         tokens = list(body["prompt"])
-        capture, path = self.capture(tokens)
+        capture, path = self.capture(tokens, body.get("request_id"))
         await sleep(capture.delay_s)
         if capture.raw is not None:
             return page(capture.status, capture.raw[1], capture.raw[0])

@@ -1,202 +1,352 @@
-"""Capturing hidden states through vLLM: one prefill request a sample, paired by token ids, never by order."""
+"""Capturing hidden states through vLLM: one prefill request a sample, paired by token ids, never by order.
+
+What becomes of a row when something fails:
+
+* its sample is wrong (other tokens, too short, NaN) or its file does not come: asked for again, `max_attempts` times
+  in all, then lost with the reason;
+* the disk is full, here or at the server: nothing new is sent until there is room, and the row is asked for again;
+* a server that was started here dies: another one is started, `max_server_restarts` times;
+* an endpoint that the user named goes away: it is waited for, and others take over meanwhile;
+* it was in flight when a server went away: it is captured last, alone.  When that server goes away too, the row is
+  what ends servers: it is lost by name and takes no neighbours along.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import httpx
-
+from slipstream import chat
+from slipstream.chat import Refused, Server, Unreachable
 from slipstream.concurrent import run_async, run_workers
 from slipstream.config import FeaturesConfig
-from slipstream.errors import ServerError, TransientError, is_transient_status
+from slipstream.errors import ServerError, SlipstreamError, TransientError
+from slipstream.features.disk import Disk, DiskFull, is_full
+from slipstream.features.extraction import ExtractionServer, NoFile
+from slipstream.features.lease import Lease, Lend
 from slipstream.features.pool import FeaturePool
 from slipstream.features.sample import BadSample
 from slipstream.progress import Progress, Report
-from slipstream.serving import Endpoint
+from slipstream.traces.fleet import Fleet, sailing
 
-FLUSH_EVERY_S = 2.0  # an idle engine writes a finished request's file only at its next step
+WATCH_EVERY_S = 0.2
+TELL_EVERY_S = 1.0
+OWN_PATIENCE_S = 30.0  # a server of ours that nobody reaches for so long is dead, whatever its process says
+HEADER_BYTES = 1024  # of a sample's file, at most
 
 
 @dataclass
 class Outcome:
-    """What a capture did: samples and tokens stored, and the rows that were lost with the reason."""
+    """What a capture did.
+
+    `lost` rows with the reason, `suspects` rows that were in flight when a server went away, `paused_s` seconds
+    without room on a disk, `vllm` the version of the servers (None for one that does not tell).
+    """
 
     captured: int = 0
     tokens: int = 0
     lost: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
+    restarts: int = 0
+    suspects: set[int] = field(default_factory=set)
+    paused_s: float = 0.0
+    vllm: str | None = None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens captured a second."""
+        return round(self.tokens / self.seconds, 1) if self.seconds else None
+
+
+class ServerDied(ServerError):
+    """A server that was started here ended, or answers nothing any more."""
+
+
+class _Suspect(SlipstreamError):
+    """This row was in flight when a server went away."""
 
 
 def capture(
     rows: Sequence[tuple[int, Sequence[int]]],
-    endpoint: Endpoint,
-    storage: Path,
+    lend: Lend,
     pool: FeaturePool,
     config: FeaturesConfig,
     report: Report,
 ) -> Outcome:
     """Captures `rows` (row number, token ids) and moves each sample into the pool as it arrives.
 
-    `storage` is the folder into which the server writes; a path it returns is used only inside it.
+    Every time `lend` is entered it gives a server that lives.  Raises ServerError when servers died more often than
+    `max_server_restarts`, TransientError when named endpoints stayed away or a disk stayed full for too long.  What
+    was captured until then is in the pool.
     """
-    return run_async(_capture(rows, endpoint, storage.resolve(), pool, config, report))
+    return _Capture(rows, pool, config, report).run(lend)
 
 
-async def _capture(
-    rows: Sequence[tuple[int, Sequence[int]]],
-    endpoint: Endpoint,
-    storage: Path,
-    pool: FeaturePool,
-    config: FeaturesConfig,
-    report: Report,
-) -> Outcome:
-    outcome = Outcome()
-    started = time.monotonic()
-    queue = iter(rows)
-    async with httpx.AsyncClient(timeout=config.request_timeout_s) as client:
+class _Capture:
+    """One execution: what is left to do, over the life of several servers."""
+
+    _lease: Lease
+    _fleet: Fleet
+    _threads: ThreadPoolExecutor
+
+    def __init__(
+        self, rows: Sequence[tuple[int, Sequence[int]]], pool: FeaturePool, config: FeaturesConfig, report: Report
+    ) -> None:
+        self._rows, self._left = dict(rows), dict.fromkeys(number for number, _ in rows)
+        self._pool, self._config, self._report = pool, config, report
+        self._disk = Disk(pool.folder, config.disk_reserve_gib, config.disk_patience_s)
+        self._exposed: set[int] = set()  # rows in flight, or that were when a server went away
+        self._suspects: dict[int, None] = {}  # rows to be captured alone, in this order
+        self._absences: Counter[int] = Counter()  # how often the server went away while it had this row alone
+        self._stored_at = 0.0
+        self._began = 0.0  # of the session with the present servers; 0 outside
+        self.outcome = Outcome()
+
+    def run(self, lend: Lend) -> Outcome:
+        """Goes on from server to server until no row is left."""
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "features-ingest") as self._threads:
+            while self._left:
+                entered = False
+                try:
+                    run_async(self._told(self._disk.wait()))
+                    with lend() as lease:
+                        entered = True
+                        run_async(self._told(self._session(lease)))
+                except ServerDied as death:
+                    self._go_on_after(death)
+                except ServerError as error:
+                    if entered or not self.outcome.restarts:
+                        raise
+                    self._go_on_after(error)  # the one that took a dead one's place did not start
+                finally:
+                    self.outcome.paused_s = round(self._disk.paused_s, 1)
+        return self.outcome
+
+    def _go_on_after(self, death: ServerError) -> None:
+        if not self._left:
+            return
+        if self._disk.shortage() is None:  # a full disk ends servers as well; that is no row's fault
+            self._suspect(*(number for number in self._left if number in self._exposed))
+            if self.outcome.restarts >= self._config.max_server_restarts:
+                raise ServerError(
+                    f"{death}; servers died more often than features.max_server_restarts "
+                    f"{self._config.max_server_restarts} allows: see the log; {self.outcome.captured} captured samples "
+                    f"are kept, {len(self._left)} are left"
+                ) from death
+            self.outcome.restarts += 1
+        self._exposed.clear()
+
+    def _suspect(self, *numbers: int) -> None:
+        self._suspects |= dict.fromkeys(numbers)
+        self.outcome.suspects |= set(numbers)
+
+    async def _session(self, lease: Lease) -> None:
+        """Captures what is left as long as these servers live."""
+        self._lease = lease
+        self._disk.watch(lease.storage)
+        patience = OWN_PATIENCE_S if lease.owned else self._config.endpoint_patience_s
+        self._began = time.monotonic()
+        try:
+            async with AsyncExitStack() as stack:
+                session = await stack.enter_async_context(chat.session(self._config.request_timeout_s))
+                servers = [ExtractionServer(endpoint, session, lease.storage) for endpoint in lease.endpoints]
+                for server in servers:
+                    stack.callback(server.close)
+                fleet = sailing(servers, self._config.concurrency, patience, self._admit)
+                self._fleet = await stack.enter_async_context(fleet)
+                watch = asyncio.ensure_future(self._watch())
+                stack.callback(watch.cancel)
+                await self._capture(len(servers) * self._config.concurrency)
+        except TransientError as error:
+            if lease.owned and error is self._fleet.lost:
+                raise ServerDied(str(error)) from error
+            raise
+        finally:
+            self.outcome.seconds += time.monotonic() - self._began
+            self._began = 0.0
+
+    async def _capture(self, workers: int) -> None:
+        queue = iter([number for number in self._left if number not in self._suspects])
 
         async def work() -> None:
-            for row, token_ids in queue:
-                try:
-                    await _with_retries(client, endpoint, storage, pool, token_ids, config)
-                except (BadSample, ServerError, TransientError) as error:
-                    outcome.lost[row] = str(error)
+            for number in queue:
+                await self._row(number)
+
+        await run_workers(work, min(workers, len(self._left)))
+        while self._suspects:
+            number = next(iter(self._suspects))
+            del self._suspects[number]
+            self._exposed.discard(number)
+            try:
+                await self._row(number, alone=True)
+            except SlipstreamError as error:
+                alone = self._lease.owned and number in self._exposed
+                if alone and error is self._fleet.lost and self._disk.shortage() is None:
+                    self._lose(number, f"the server died while it had this row alone: {error}")
                 else:
-                    outcome.captured += 1
-                    outcome.tokens += len(token_ids)
-                outcome.seconds = time.monotonic() - started
-                figures = {"tokens/s": round(outcome.tokens / outcome.seconds), "lost": len(outcome.lost)}
-                report(Progress(outcome.captured + len(outcome.lost), len(rows), "samples", figures))
-
-        await run_workers(work, min(config.concurrency, len(rows)))
-    return outcome
-
-
-async def _with_retries(
-    client: httpx.AsyncClient,
-    endpoint: Endpoint,
-    storage: Path,
-    pool: FeaturePool,
-    token_ids: Sequence[int],
-    config: FeaturesConfig,
-) -> None:
-    for attempt in range(1, config.max_attempts + 1):
-        try:
-            async with extracted(client, endpoint, storage, token_ids, config.request_timeout_s) as path:
-                await asyncio.to_thread(pool.add, token_ids, path)
-            return
-        except (BadSample, TransientError):
-            if attempt == config.max_attempts:
+                    self._suspect(number)
                 raise
-            await asyncio.sleep(min(10.0, 2.0 ** (attempt - 1)))
 
-
-@asynccontextmanager
-async def extracted(
-    client: httpx.AsyncClient,
-    endpoint: Endpoint,
-    storage: Path,
-    token_ids: Sequence[int],
-    timeout_s: float,
-    flush_every_s: float = FLUSH_EVERY_S,
-) -> AsyncIterator[Path]:
-    """One prefill request; inside the block the server's finished file is there, afterwards it is not.
-
-    Raises TransientError for what another attempt may not meet, ServerError for an answer that breaks the contract.
-    """
-    path = await _request(client, endpoint, storage, token_ids)
-    try:
-        await _await_file(client, endpoint, path, timeout_s, flush_every_s)
-        yield path
-    finally:
-        _remove(path)
-
-
-async def _post(client: httpx.AsyncClient, endpoint: Endpoint, token_ids: Sequence[int]) -> httpx.Response:
-    body = {"model": endpoint.model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0}
-    return await client.post(f"{endpoint.url}/completions", json=body)
-
-
-async def _request(client: httpx.AsyncClient, endpoint: Endpoint, storage: Path, token_ids: Sequence[int]) -> Path:
-    try:
-        answer = await _post(client, endpoint, token_ids)
-    except httpx.HTTPError as error:
-        raise TransientError(f"{endpoint.url}: {type(error).__name__}") from error
-    if is_transient_status(answer.status_code):
-        raise TransientError(f"{endpoint.url}: HTTP {answer.status_code}")
-    if answer.status_code != 200:
-        raise ServerError(f"{endpoint.url}: HTTP {answer.status_code}: {answer.text[:200]}")
-    return _named_file(answer, endpoint, storage)
-
-
-def _named_file(answer: httpx.Response, endpoint: Endpoint, storage: Path) -> Path:
-    """The file that the answer names, resolved; raises ServerError unless it lies inside `storage`."""
-    try:
-        named = answer.json()["kv_transfer_params"]["hidden_states_path"]
-    except (ValueError, LookupError, TypeError):
-        named = None
-    if not isinstance(named, str) or not named:
-        raise ServerError(f"{endpoint.url}: answered without a hidden-state file; it is not an extraction server")
-    path = Path(os.path.realpath(named))
-    if path == storage or not path.is_relative_to(storage):
-        raise ServerError(f"{endpoint.url}: named {named}, outside its storage folder {storage}; not read")
-    return path
-
-
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.with_name(path.name + ".lock").unlink(missing_ok=True)
-
-
-async def _await_file(
-    client: httpx.AsyncClient, endpoint: Endpoint, path: Path, timeout_s: float, flush_every_s: float
-) -> None:
-    """Returns when the server has released the lock beside `path` and the file is there."""
-    lock = path.with_name(path.name + ".lock")
-    deadline = time.monotonic() + timeout_s
-    next_flush = time.monotonic() + flush_every_s
-    while time.monotonic() < deadline:
-        if path.exists() and _released(lock):
+    async def _row(self, number: int, alone: bool = False) -> None:
+        """Captures one row, or finds that it is lost or a suspect."""
+        tokens = len(self._rows[number])
+        size = tokens * (self._pool.form.bytes_per_token + 8) + HEADER_BYTES
+        while True:
+            try:
+                async with self._disk.room(size):
+                    await self._fleet.send(partial(self._ask, number), self._config.max_attempts, lambda _: tokens)
+            except DiskFull:
+                self._disk.met_full()
+                if not await self._is_stored(number):
+                    continue
+            except _Suspect:
+                if not alone:
+                    self._suspect(number)
+                    return
+                self._absences[number] += 1
+                self._exposed.discard(number)
+                if self._absences[number] < self._config.max_attempts:
+                    continue
+                self._lose(number, f"the server went away {self._absences[number]} times while it had this row alone")
+                return
+            except (Refused, ServerError, TransientError) as error:
+                if error is self._fleet.lost:
+                    raise
+                self._lose(number, str(error))
+                return
+            del self._left[number]
+            self.outcome.captured += 1
+            self.outcome.tokens += tokens
+            self._tell()
             return
-        if time.monotonic() > next_flush:
-            next_flush += flush_every_s
-            await _flush(client, endpoint, path.parent)
-        await asyncio.sleep(0.01)
-    raise TransientError(f"{path}: the server answered 200 but wrote no file within {timeout_s:.0f} s")
 
+    def _lose(self, number: int, reason: str) -> None:
+        del self._left[number]
+        self.outcome.lost[number] = reason
+        self._tell()
 
-def _released(lock: Path) -> bool:
-    try:
-        fd = os.open(lock, os.O_RDONLY)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
+    async def _ask(self, number: int, server: Server) -> None:
+        """One attempt at one server, counted by the fleet when it raises TransientError."""
+        assert isinstance(server, ExtractionServer)
+        if number in self._exposed:
+            raise _Suspect
+        self._exposed.add(number)
+        sent, token_ids = time.monotonic(), self._rows[number]
+        try:
+            async with server.sample(token_ids, self._config.request_timeout_s) as written:
+                await self._store(token_ids, written.path)
+        except Unreachable:
+            await self._acquit(number, server)
+            raise
+        except (BadSample, NoFile) as error:
+            if self._disk.shortage() is not None:  # half a file, or none
+                self._exposed.discard(number)
+                raise DiskFull(str(error)) from error
+            await self._look_for_silence(server, sent)
+            await self._acquit(number, server)  # a server that is killed leaves half a file, too
+            raise TransientError(str(error)) from error
+        except (Refused, ServerError, TransientError, DiskFull):
+            await self._look_for_silence(server, sent)
+            self._exposed.discard(number)
+            raise
+        self._exposed.discard(number)
+        self._stored_at = time.monotonic()
+        self._disk.wrote()
 
+    async def _acquit(self, number: int, server: ExtractionServer) -> None:
+        """The row failed while its server lives, so it is no suspect; raises Unreachable when the server does not."""
+        if await server.alive() is False:
+            raise Unreachable(f"{server.endpoint.url}: went away")
+        self._exposed.discard(number)
 
-async def _flush(client: httpx.AsyncClient, endpoint: Endpoint, storage: Path) -> None:
-    """One token through the engine, so that it writes what it still holds; its own file is removed when it comes."""
-    try:
-        answer = await _post(client, endpoint, [1])
-    except httpx.HTTPError as error:
-        raise TransientError(f"{endpoint.url}: {type(error).__name__}") from error
-    if answer.status_code != 200:
-        raise TransientError(f"{endpoint.url}: HTTP {answer.status_code} while waiting for a file")
-    path = _named_file(answer, endpoint, storage)
-    for _ in range(20):
-        if path.exists() and _released(path.with_name(path.name + ".lock")):
-            break
-        await asyncio.sleep(0.01)
-    _remove(path)
+    async def _look_for_silence(self, server: ExtractionServer, sent: float) -> None:
+        """A server of ours that has given nothing at all for the time of a request hangs: it is as good as dead."""
+        silent_s = time.monotonic() - max(sent, self._stored_at)
+        if self._lease.owned and silent_s >= self._config.request_timeout_s:
+            self._end(ServerDied(f"{server.endpoint.url}: gave nothing for {silent_s:.0f} s"))
+            await asyncio.sleep(0)  # here this request is taken back, like all others
+
+    def _end(self, death: ServerDied) -> None:
+        """Gives the servers up and takes back what they had."""
+        self._fleet.lose(death)
+        for lane in self._fleet.lanes:
+            lane.leave()
+
+    async def _store(self, token_ids: Sequence[int], path: Path) -> None:
+        """Checks the file and moves it into the pool; what has begun is finished, whatever happens to the server."""
+        added = asyncio.get_running_loop().run_in_executor(self._threads, self._pool.add, token_ids, path)
+        try:
+            await asyncio.shield(added)
+        except asyncio.CancelledError:
+            await asyncio.wait([added])
+            raise
+        except Exception as error:
+            if is_full(error):
+                raise DiskFull(str(error)) from error
+            if isinstance(error, OSError):
+                raise TransientError(f"{path}: {error.strerror}") from error
+            raise
+
+    async def _is_stored(self, number: int) -> bool:
+        """Whether the pool has the row all the same: its file was moved in, and then the index met the full disk."""
+        found = asyncio.get_running_loop().run_in_executor(self._threads, self._pool.find, self._rows[number])
+        try:
+            return await found is not None
+        except Exception as error:
+            if is_full(error):
+                return False
+            raise
+
+    async def _admit(self, server: Server) -> None:
+        assert isinstance(server, ExtractionServer)
+        await server.context()  # raises when it serves another model
+        self.outcome.vllm = await server.version()
+
+    async def _watch(self) -> None:
+        """Notices at once that a server of ours has ended, and takes back what it had."""
+        while (complaint := self._lease.complaint()) is None:
+            await asyncio.sleep(WATCH_EVERY_S)
+        self._end(ServerDied(complaint))
+
+    async def _told(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does `work` and meanwhile tells of pauses, in which no sample arrives that would tell of itself."""
+
+        async def tell() -> None:
+            while True:
+                await asyncio.sleep(TELL_EVERY_S)
+                if self._disk.waiting or self._away():
+                    self._tell()
+
+        telling = asyncio.ensure_future(tell())
+        try:
+            await work
+        finally:
+            telling.cancel()
+
+    def _away(self) -> list[str]:
+        fleet = getattr(self, "_fleet", None)
+        return [] if fleet is None else [lane.server.endpoint.url for lane in fleet.lanes if lane.away]
+
+    def _tell(self) -> None:
+        outcome = self.outcome
+        seconds = outcome.seconds + (time.monotonic() - self._began if self._began else 0)
+        figures: dict[str, float | int | str] = {
+            "tokens/s": round(outcome.tokens / max(seconds, 1e-9)),
+            "lost": len(outcome.lost),
+        }
+        if outcome.restarts:
+            figures["restarts"] = outcome.restarts
+        if self._disk.waiting:
+            figures["paused"] = self._disk.waiting
+        if away := self._away():
+            figures["waiting for"] = " ".join(away)
+        self._report(Progress(outcome.captured + len(outcome.lost), len(self._rows), "samples", figures))

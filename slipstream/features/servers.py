@@ -3,11 +3,13 @@
 `shared(workdir, config)` opens a lane per replica; a lane's server starts when a shard first borrows it and
 stays for the next one, so all shards cost one start.  A lane whose shard met an error gets a fresh server.
 Outside `shared`, `lend` starts a server for the one shard that asked (a task on another host).
+
+Endpoints that the user named make one lane together: a shard spreads over all of them, and shards take turns, so
+that each server has at most `features.concurrency` requests in flight.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 import shutil
 from collections.abc import Iterator
@@ -16,6 +18,8 @@ from pathlib import Path
 
 from slipstream import serving, verifier
 from slipstream.config import RunConfig
+from slipstream.errors import InputError
+from slipstream.features import extraction
 from slipstream.features.lease import Lease
 
 
@@ -26,7 +30,7 @@ class Lanes:
         self._workdir, self._config = workdir, config
         named = config.servers.features_endpoints
         self._free: queue.Queue[int] = queue.Queue()
-        for lane in range(len(named) or config.servers.replicas):
+        for lane in range(1 if named else config.servers.replicas):
             self._free.put(lane)
         self._open: dict[int, tuple[ExitStack, Lease]] = {}
 
@@ -49,7 +53,12 @@ class Lanes:
     def _start(self, lane: int) -> Iterator[Lease]:
         config, servers = self._config, self._config.servers
         if servers.features_endpoints:
-            yield Lease(serving.connect(servers.features_endpoints[lane]), Path(str(servers.features_storage)))
+            storage = Path(str(servers.features_storage))
+            if not storage.is_dir():
+                raise InputError(f"servers.features_storage: {storage} is no folder here; the servers write into it")
+            extraction.sweep(storage)
+            first, *others = serving.connect_any(servers.features_endpoints)
+            yield Lease(first, storage, others=tuple(others))
             return
         storage = _storage(self._workdir, lane)
         storage.mkdir(parents=True, exist_ok=True)
@@ -57,7 +66,7 @@ class Lanes:
             spec, log = _spec(config, storage), self._workdir / "logs" / f"extraction-{lane}.log"
             gpus, cache = serving.visible_gpus(servers, lane), serving.cache_folder(servers, self._workdir)
             with serving.serve(config.verifier, servers, spec, log, cache, gpus) as endpoint:
-                yield Lease(endpoint, storage)
+                yield Lease(endpoint, storage, endpoint.ended, owned=True)
         finally:
             shutil.rmtree(storage, ignore_errors=True)
 
@@ -73,7 +82,7 @@ class Lanes:
 
 def _storage(workdir: Path, lane: int) -> Path:
     """Where a lane's server writes: on the pool's file system, so that a finished file moves in by a rename."""
-    return workdir / "pool" / "features" / "incoming" / f"{os.getpid()}-{lane}"
+    return workdir / "pool" / "features" / "incoming" / f"{extraction.process_name()}-{lane}"
 
 
 def _spec(config: RunConfig, storage: Path) -> serving.ServerSpec:
@@ -90,9 +99,9 @@ def start_ahead(workdir: Path, config: RunConfig) -> None:
 
 
 def sweep(workdir: Path) -> None:
-    """Removes what the servers of killed runs left behind."""
+    """Removes what the servers of this host's killed runs left behind."""
     for folder in (workdir / "pool" / "features" / "incoming").glob("*-*"):
-        if not Path("/proc", folder.name.partition("-")[0]).exists():
+        if extraction.process_is_gone(folder.name.rpartition("-")[0]):
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -19,7 +19,7 @@ from slipstream.artifact import Artifact, FileRecord, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.errors import StageFailed
-from slipstream.features import capture, index
+from slipstream.features import capture, disk, index
 from slipstream.features.index import Entry
 from slipstream.features.lease import Lend
 from slipstream.features.recipe import open_pool, recipe
@@ -51,27 +51,21 @@ def capture_shard(
     rows = list(read_rows(config, traces, shard.start, shard.stop))
     inputs, made = _inputs(rows), recipe(config)
     name = stage_key(STAGE, VERSION, made, inputs)
-    with claim(workdir, STAGE, name) as folder:
+    with disk.explained(workdir), claim(workdir, STAGE, name) as folder:
         if (done := folder.complete()) is not None:
             return done
         folder.reopen()
         with closing(open_pool(workdir, config)) as pool:
-            missing = [row for row in rows if pool.find(row.token_ids) is None]
+            missing = {row.key: row for row in rows if pool.find(row.token_ids) is None}
             outcome = capture.Outcome()
             if missing:
-                with lend() as lease:
-                    outcome = capture.capture(
-                        [(row.number, row.token_ids) for row in missing],
-                        lease.endpoint,
-                        lease.storage,
-                        pool,
-                        config.features,
-                        report,
-                    )
+                wanted = [(row.number, row.token_ids) for row in missing.values()]
+                outcome = capture.capture(wanted, lend, pool, config.features, report)
+            reasons = {key: outcome.lost.get(row.number, "not in the pool") for key, row in missing.items()}
             found = [(row, pool.find(row.token_ids)) for row in rows]
             entries = [Entry(row.number, row.trace, row.split, row.key, sample) for row, sample in found if sample]
             lost = [
-                {"trace": row.trace, "key": row.key, "reason": outcome.lost.get(row.number, "not in the pool")}
+                {"row": row.number, "trace": row.trace, "key": row.key, "reason": reasons.get(row.key, "damaged since")}
                 for row, sample in found
                 if sample is None
             ]
@@ -100,8 +94,12 @@ def capture_shard(
             },
             work={
                 "captured": outcome.captured,
-                "reused": len(rows) - len(missing),
+                "reused": len(samples) - outcome.captured,
                 "captured_tokens": outcome.tokens,
-                "tokens_per_s": round(outcome.tokens / outcome.seconds, 1) if outcome.seconds else None,
+                "tokens_per_s": outcome.tokens_per_s,
+                "vllm": outcome.vllm,
+                "restarts": outcome.restarts,
+                "suspects": len(outcome.suspects),
+                "paused_s": outcome.paused_s,
             },
         )
