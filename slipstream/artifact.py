@@ -64,6 +64,7 @@ class Manifest(BaseModel):
     inputs: dict[str, str]
     counts: dict[str, Any] = {}
     work: dict[str, Any] = {}
+    origin: dict[str, Any] = {}
     files: dict[str, FileRecord]
     tools: dict[str, str]
     started: str
@@ -241,11 +242,13 @@ class StageFolder:
         parts: Mapping[str, str] | None = None,
         counts: Mapping[str, Any] | None = None,
         work: Mapping[str, Any] | None = None,
+        origin: Mapping[str, Any] | None = None,
     ) -> Artifact:
         """Writes the manifest and so finishes the folder.
 
         `files` are paths relative to the folder; a FileRecord that is already known spares reading the
-        file again.  `counts` say what the artifact holds, `work` what this execution did for it.
+        file again.  `counts` say what the artifact holds, `work` what this execution did for it, `origin`
+        where it comes from: what a later stage compares itself with, by names that people know.
         """
         known = dict(files) if isinstance(files, Mapping) else dict.fromkeys(files)
         records: dict[str, FileRecord] = {}
@@ -265,6 +268,7 @@ class StageFolder:
             inputs=dict(inputs),
             counts=dict(counts or {}),
             work=dict(work or {}),
+            origin=dict(origin or {}),
             files=records,
             tools=tool_versions(),
             started=self.started.isoformat(),

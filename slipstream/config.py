@@ -210,9 +210,15 @@ class TracesConfig(Stage):
             "max_truncated_share",
             "max_mismatch_share",
             "expected_tokens_per_trace",
+            "imported",
         }
     )
 
+    imported: str | None = Field(
+        default=None,
+        description="Folder of a traces artifact to use instead of asking the verifier (see `slipstream import`); "
+        "held-out prompts still come from prompts.",
+    )
     max_tokens: int = Field(default=2048, ge=1, description="Longest answer, thinking included, in tokens.")
     sampling: list[Sampling] = Field(
         default=[Sampling()], min_length=1, description="How to ask: one entry, or several with weights."
@@ -441,6 +447,14 @@ class RunConfig(BaseModel):
     def _untrained_is_kept(self) -> Self:
         if self.acceptance.untrained and not self.drafter.keep_initial:
             raise ValueError("acceptance.untrained needs drafter.keep_initial: there is nothing to measure otherwise")
+        return self
+
+    @model_validator(mode="after")
+    def _imported_rows_are_whole(self) -> Self:
+        if self.traces.imported and self.features.capture_while_generating:
+            raise ValueError(
+                "traces.imported leaves nothing to generate: set features.capture_while_generating to false"
+            )
         return self
 
     @property

@@ -20,6 +20,7 @@ from slipstream.errors import InputError
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 TEXTS = frozenset({".json", ".jinja", ".py", ".txt"})  # configuration, tokenizer, template, generation defaults
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt")
 HASHED_WHOLE = 64 << 20  # larger weight files are named by size, header and a sample
 
 
@@ -152,6 +153,17 @@ def identity(config: VerifierConfig) -> str:
     if not weights:
         raise InputError(f"{folder}: no .safetensors file, so there are no weights to serve")
     return digest({"texts": texts, "weights": weights, "revision": config.revision})
+
+
+def tokenizer_identity(config: VerifierConfig) -> str:
+    """A digest of the files that decide what a token id means; the chat template is not among them."""
+    folder = folder_of(config)
+    held = {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        for name in TOKENIZER
+        if (folder / name).is_file()
+    }
+    return digest({"files": held, "special": special_tokens(folder)})
 
 
 def capture_ids(layer_ids: list[int], shape: Shape) -> list[int]:

@@ -10,9 +10,10 @@ from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.features.pool import FeaturePool
 from slipstream.features.sample import FP8, Form
+from slipstream.traces import origin
 
 CONVENTION = "id k is the residual stream before layer k; the last id is the final state, before the final norm"
-PRE_NORM = "before the final norm"
+PRE_NORM, POST_NORM = "before the final norm", "after the final norm"
 
 
 def store_dtype(config: RunConfig) -> str:
@@ -20,8 +21,20 @@ def store_dtype(config: RunConfig) -> str:
     return FP8 if config.features.store == "fp8" else config.verifier.dtype
 
 
+def final_state(config: RunConfig) -> str:
+    """PRE_NORM, as vLLM captures it, or what the store that the traces were imported from holds."""
+    if not config.traces.imported:
+        return PRE_NORM
+    return str(origin.imported(config).manifest().origin.get("final_state", PRE_NORM))
+
+
 def recipe(config: RunConfig) -> dict[str, Any]:
     """The recipe of this configuration's samples; its digest names their row pool."""
+    return recipe_of(config, final_state(config))
+
+
+def recipe_of(config: RunConfig, final: str) -> dict[str, Any]:
+    """The recipe of samples whose final state is PRE_NORM or POST_NORM."""
     shape = verifier.load_shape(config.verifier)
     return {
         "verifier": verifier.identity(config.verifier),
@@ -30,7 +43,7 @@ def recipe(config: RunConfig) -> dict[str, Any]:
         "layer_ids": verifier.capture_ids(config.features.layer_ids, shape),
         "hidden_size": shape.hidden_size,
         "convention": CONVENTION,
-        "final_state": PRE_NORM,
+        "final_state": final,
     }
 
 

@@ -14,7 +14,7 @@ from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
 from slipstream.digest import digest_tokens
 from slipstream.features.shards import Shard, split_rows
-from slipstream.traces import table
+from slipstream.traces import origin, table
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ def read_rows(config: RunConfig, traces: Artifact, start: int = 0, stop: int | N
 
 
 def plan_shards(config: RunConfig, traces: Artifact) -> list[Shard]:
-    """The row ranges to capture; raises InputError when the traces have no rows."""
+    """The row ranges to capture; raises InputError when the traces have no rows or are another verifier's."""
+    origin.check(config, traces)
     lengths = table.lengths(traces)
     return split_rows([length - dropped_tokens(config) for length in lengths], config.features.shards)

@@ -91,6 +91,7 @@ def _outcomes(figures: Mapping[str, Any]) -> Table:
     total, ids = figures["total"], figures["token_ids"]
     splits = ", ".join(f"{_number(rows)} {split}" for split, rows in figures["splits"].items())
     origins = ", ".join(f"{_number(ids.get(origin, 0))} {origin}" for origin in ("server", "rebuilt", "mismatched"))
+    origins = f"{_number(ids['imported'])} imported" if "imported" in ids else origins
     rejected = _share(total["rejected"], total["rejected"] + total["rows"])
     cut = _percent(figures["truncated_share"])
     rebuilt = ids.get("rebuilt") or ids.get("mismatched")

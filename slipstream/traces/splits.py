@@ -18,7 +18,12 @@ SPLITS = (TRAIN, VALIDATION, HELD_OUT)
 
 def position(prompt: Prompt, seed: int) -> float:
     """A number in [0, 1) that only the prompt's content and the seed decide."""
-    hashed = hashlib.sha256(f"{seed}:{prompt.content_key}".encode()).digest()
+    return position_of(prompt.content_key, seed)
+
+
+def position_of(content: str, seed: int) -> float:
+    """The same for content that has this name."""
+    hashed = hashlib.sha256(f"{seed}:{content}".encode()).digest()
     return int.from_bytes(hashed[:8], "big") / 2**64
 
 

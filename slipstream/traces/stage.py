@@ -15,7 +15,7 @@ from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.progress import Report
 from slipstream.serving import Endpoint
-from slipstream.traces import prompt_set, samples, sampling, splits, table
+from slipstream.traces import origin, prompt_set, samples, sampling, splits, table
 from slipstream.traces import report as page
 from slipstream.traces.generate import Outcome, generate
 from slipstream.traces.pool import TracePool, batches, open_pool
@@ -23,7 +23,7 @@ from slipstream.traces.prompts import Prompt
 from slipstream.traces.rules import Rules
 from slipstream.traces.selection import REJECTS, Selection
 
-STAGE, VERSION = "traces", 2
+STAGE, VERSION = origin.STAGE, 2
 TRACED = (splits.TRAIN, splits.VALIDATION)
 SUMMARY = page.SUMMARY
 Servers = Callable[[Path], AbstractContextManager[Sequence[Endpoint]]]
@@ -48,7 +48,9 @@ def _recipe(config: RunConfig) -> dict[str, Any]:
 
 
 def key(config: RunConfig, prompts: Artifact) -> str:
-    """The folder key for these prompts."""
+    """The folder key for these prompts, or of the imported traces."""
+    if config.traces.imported:
+        return origin.imported(config).key
     return stage_key(STAGE, VERSION, _recipe(config), {"prompts": prompts.parts["traced"]})
 
 
@@ -60,12 +62,14 @@ def run(
     report: Report,
     on_wait: Callable[[str], None] | None = None,
 ) -> Artifact:
-    """Generates what is missing and writes the artifact.
+    """Generates what is missing and writes the artifact; imported traces are taken as they are.
 
     `servers(log_folder)` is a context manager that gives endpoints; it is entered only when a trace is missing.
     Raises StageFailed when a larger share than `traces.max_rejected_share` has no usable trace, when too many
     answers were cut or are not exact, and InputError when a server has other special tokens than the verifier.
     """
+    if config.traces.imported:
+        return origin.imported(config)
     recipe, inputs = _recipe(config), {"prompts": prompts.parts["traced"]}
     name = stage_key(STAGE, VERSION, recipe, inputs)
     with claim(workdir, STAGE, name, on_wait) as folder:
@@ -98,6 +102,7 @@ def run(
             content=selection.content(),
             files=[table.FILE, REJECTS, SUMMARY, samples.FILE, page.FILE],
             counts=selection.counts(),
+            origin=origin.origin(config.verifier),
             work={
                 "requested": outcome.requested,
                 "reused": total - missing,

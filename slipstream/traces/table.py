@@ -12,7 +12,7 @@ So its bytes do not depend on the order in which answers arrived.
 | think_end | int32: index in input_ids of `</think>`, -1 when the thinking was cut or there is none |
 | finish_reason, thinking, answer | string |
 | tool_calls, sampling | string: JSON, what the turn calls (null for none) and what was asked for |
-| ids | string: `server` for the server's own token ids, `rebuilt` for text rendered again |
+| ids | string: `server` for the server's own token ids, `rebuilt` for text rendered again, `imported` |
 
 Row groups of about GROUP_TOKENS tokens: a reader of single columns skips, a reader of rows keeps a few MB.
 """
@@ -31,6 +31,7 @@ from slipstream.traces.prompts import Prompt
 from slipstream.traces.trace import Trace
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
 
 FILE = "traces.parquet"
@@ -65,14 +66,22 @@ class Writer:
         import numpy as np
 
         prompt_tokens, output_tokens = len(trace.prompt_ids), len(trace.output_ids)
+        mask = np.repeat(np.array([0, 1], dtype=np.int8), [prompt_tokens, output_tokens])
+        self.add_masked(split, prompt.kind, trace, boundary, mask)
+
+    def add_masked(self, split: str, kind: str, trace: Trace, boundary: int | None, loss_mask: np.ndarray) -> None:
+        """The same for a row whose mask is its own: int8, as long as prompt and output."""
+        import numpy as np
+
+        prompt_tokens = len(trace.prompt_ids)
         self._rows.append(
             {
                 "key": trace.key,
                 "split": split,
-                "kind": prompt.kind,
+                "kind": kind,
                 "turn": trace.turn,
                 "input_ids": np.array(trace.prompt_ids + trace.output_ids, dtype=np.int32),
-                "loss_mask": np.repeat(np.array([0, 1], dtype=np.int8), [prompt_tokens, output_tokens]),
+                "loss_mask": loss_mask,
                 "prompt_tokens": prompt_tokens,
                 "think_end": -1 if boundary is None else prompt_tokens + boundary,
                 "finish_reason": trace.finish_reason,
@@ -83,7 +92,7 @@ class Writer:
                 "ids": trace.ids,
             }
         )
-        self._tokens += prompt_tokens + output_tokens
+        self._tokens += len(loss_mask)
         if self._tokens >= GROUP_TOKENS or len(self._rows) >= GROUP_ROWS:
             self.flush()
 

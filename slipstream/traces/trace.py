@@ -13,7 +13,7 @@ from slipstream.encoding import encode
 if TYPE_CHECKING:
     from slipstream.chat import Answer
 
-SERVER, REBUILT, MISMATCHED = "server", "rebuilt", "mismatched"
+SERVER, REBUILT, MISMATCHED, IMPORTED = "server", "rebuilt", "mismatched", "imported"
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Trace:
     `prompt_ids` (everything before the turn, as the server rendered it) and `output_ids` are the server's own token
     ids; `output_ids` includes `</think>` and the end token when the server generated them.  `ids` says where they
     come from: SERVER, or REBUILT from text for a server that gives none, or MISMATCHED when what was rebuilt
-    disagrees with the server's counts.  `thinking` and `answer` are its texts (None when it returned none);
-    `sampling` is what was asked for.
+    disagrees with the server's counts, or IMPORTED from a store.  `thinking` and `answer` are its texts (None when it
+    returned none); `sampling` is what was asked for.
     """
 
     key: str
