@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import json
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,7 +53,8 @@ class Answer:
     """One chat completion.
 
     `prompt_ids` and `output_ids` are the server's own token ids (None when it gave none), `usage` its counts of
-    prompt and output tokens; `thinking` and `answer` its texts, None when it returned none.
+    prompt and output tokens; `thinking` and `answer` its texts, None when it returned none.  `states_file` is the path
+    that an extraction server names.
     """
 
     prompt_ids: tuple[int, ...] | None
@@ -63,6 +64,7 @@ class Answer:
     answer: str | None
     tool_calls: tuple[Message, ...] = ()
     usage: tuple[int, int] | None = None
+    states_file: str | None = None
 
 
 def assistant_turn(answer: str | None, thinking: str | None, tool_calls: Sequence[Message]) -> Message:
@@ -212,11 +214,16 @@ def session(timeout_s: float) -> aiohttp.ClientSession:
     )
 
 
+Reach = Callable[[Endpoint, aiohttp.ClientSession], Server]
+
+
 @asynccontextmanager
-async def connect(endpoints: Sequence[Endpoint], timeout_s: float) -> AsyncIterator[list[Server]]:
-    """The servers behind `endpoints`, on one `session`."""
+async def connect(
+    endpoints: Sequence[Endpoint], timeout_s: float, reach: Reach = Server
+) -> AsyncIterator[list[Server]]:
+    """The servers behind `endpoints`, on one `session`; `reach` makes one of another kind than a plain Server."""
     async with session(timeout_s) as opened:
-        yield [Server(endpoint, opened) for endpoint in endpoints]
+        yield [reach(endpoint, opened) for endpoint in endpoints]
 
 
 def to_answer(completion: Mapping[str, Any]) -> Answer:
@@ -244,6 +251,7 @@ def to_answer(completion: Mapping[str, Any]) -> Answer:
             answer=answer,
             tool_calls=tool_calls,
             usage=None if counts[0] is None or counts[1] is None else (int(counts[0]), int(counts[1])),
+            states_file=_text((completion.get("kv_transfer_params") or {}).get("hidden_states_path")),
         )
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise TransientError(f"malformed: the answer is not a chat completion ({error})") from error

@@ -457,6 +457,17 @@ class RunConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _states_can_be_taken(self) -> Self:
+        named, extraction = self.servers.traces_endpoints, self.servers.features_endpoints
+        if self.features.capture_while_generating and (strangers := sorted({*named} - {*extraction})):
+            raise ValueError(
+                f"capture_while_generating takes states from the servers that generate, and {strangers[0]} of "
+                "servers.traces_endpoints is not among servers.features_endpoints (extraction servers that write into "
+                "features_storage); name it there as well, or leave traces_endpoints empty"
+            )
+        return self
+
     @property
     def root(self) -> Path:
         """The work directory as an absolute path."""

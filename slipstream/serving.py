@@ -68,7 +68,7 @@ def generation_server() -> ServerSpec:
     return ServerSpec("generation")
 
 
-def extraction_server(layer_ids: Sequence[int], storage: Path, fp8: bool = False) -> ServerSpec:
+def extraction_server(layer_ids: Sequence[int], storage: Path, fp8: bool = False, spare_tokens: int = 1) -> ServerSpec:
     """A server that writes the hidden states of every prompt into `storage`.
 
     In the served type by vLLM's example connector, with `fp8` in hs-connectors' per-token float8 form by our plugin's.
@@ -85,8 +85,7 @@ def extraction_server(layer_ids: Sequence[int], storage: Path, fp8: bool = False
         "kv_connector_extra_config": {"shared_storage_path": str(storage)},
     }
     args = ("--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer))
-    # One spare token: a trace as long as max_model_len is read back whole, and vLLM always generates one more.
-    return ServerSpec("extraction", (*args, "--no-enable-prefix-caching"), spare_tokens=1)
+    return ServerSpec("extraction", (*args, "--no-enable-prefix-caching"), spare_tokens)
 
 
 def speculative_server(drafter: Path, draft_tokens: int) -> ServerSpec:

@@ -7,6 +7,8 @@
 * `/v1/chat/completions` with `return_token_ids`; the n-th request for a prompt gets the n-th reply, the last repeats
 * `/v1/completions` as the hidden-state connector answers it: a file in `server.storage` (`hidden_states`,
   `token_ids`) with a `.lock` that is held until the file is written; `server.paths` are the files in order of asking
+* a chat request with `kv_transfer_params: {"include_output_tokens": true}` gets such a file too, of prompt and answer
+  without the last token; `on_capture` decides about both
 * `/version` and `/health` beside /v1, when `server.version` and `server.health` say what they answer
 * `/v1/models`, `/metrics`, and `server.requests`, the log of everything asked, each with its time `at`
 
@@ -362,12 +364,14 @@ class StubServer(LoopbackServer):
             output_ids=list(output if chosen.output_ids is None else chosen.output_ids),
         )
 
-    def capture(self, tokens: list[int], name: str | None = None) -> tuple[Capture, Path]:
+    def capture(self, tokens: list[int], name: str | None = None, kind: str = "cmpl") -> tuple[Capture, Path]:
         """What a hidden-state request gets and the file that belongs to it, called as vLLM calls it."""
         with self.lock:
             number = self._captures
             self._captures += 1
-            path = self.storage / (f"cmpl-{name}-0-{number:08x}.safetensors" if name else f"cmpl-{number}.safetensors")
+            path = self.storage / (
+                f"{kind}-{name}-0-{number:08x}.safetensors" if name else f"{kind}-{number}.safetensors"
+            )
             self.paths.append(path)
         return self._capture(tokens, number), path
 
@@ -453,7 +457,18 @@ class StubServer(LoopbackServer):
             return failed(reply.status, retry_after=reply.retry_after)
         with self.lock:
             self.drafts += 1
-        return as_json(completion(reply))
+        return as_json(completion(reply) | self._states(body, reply))
+
+    def _states(self, body: dict[str, Any], reply: Reply) -> dict[str, Any]:
+        """What an extraction server adds to a chat answer: the states of all tokens but the last, in a file."""
+        if not (body.get("kv_transfer_params") or {}).get("include_output_tokens"):
+            return {}
+        tokens = [*(reply.prompt_ids or ()), *(reply.output_ids or ())][:-1]
+        capture, path = self.capture(tokens, body.get("request_id"), "chatcmpl")
+        if capture.write:
+            self.write(capture, tokens, path)
+        named = str(path) if capture.named is None else capture.named
+        return {"kv_transfer_params": {"hidden_states_path": named}} if named else {}
 
     async def _extract(self, body: dict[str, Any]) -> web.Response:
         tokens = list(body["prompt"])

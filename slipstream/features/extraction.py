@@ -72,10 +72,14 @@ class ExtractionServer(Server):
         """
         began = time.monotonic()
         answer = await self._prefill(token_ids, fields)
-        path = self._named(answer)
+        async with self._fetched(self._named(answer), began, timeout_s) as path:
+            yield Written(path, answer)
+
+    @asynccontextmanager
+    async def _fetched(self, path: Path, began: float, timeout_s: float) -> AsyncIterator[Path]:
         try:
             await self._written(path, began, timeout_s)
-            yield Written(path, answer)
+            yield path
         finally:
             _remove(path)
 
@@ -220,7 +224,7 @@ def request_name() -> str:
     return f"slipstream-{process_name()}-{next(_numbers)}"
 
 
-OURS = re.compile(r"^cmpl-slipstream-(?P<process>.+?-\d+)-\d+-")
+OURS = re.compile(r"^(?:chat)?cmpl-slipstream-(?P<process>.+?-\d+)-\d+-")
 
 
 def sweep(storage: Path) -> int:

@@ -21,6 +21,7 @@ from slipstream.config import RunConfig
 from slipstream.errors import InputError
 from slipstream.features import extraction
 from slipstream.features.lease import Lease
+from slipstream.features.rows import dropped_tokens
 
 
 class Lanes:
@@ -54,18 +55,16 @@ class Lanes:
         config, servers = self._config, self._config.servers
         if servers.features_endpoints:
             storage = Path(str(servers.features_storage))
-            if not storage.is_dir():
-                raise InputError(f"servers.features_storage: {storage} is no folder here; the servers write into it")
-            extraction.sweep(storage)
+            check_storage(storage)
             first, *others = serving.connect_any(servers.features_endpoints)
             yield Lease(first, storage, others=tuple(others))
             return
-        storage = _storage(self._workdir, lane)
+        storage = storage_folder(self._workdir, lane)
         storage.mkdir(parents=True, exist_ok=True)
         try:
-            spec, log = _spec(config, storage), self._workdir / "logs" / f"extraction-{lane}.log"
+            wanted, log = spec(config, storage), self._workdir / "logs" / f"extraction-{lane}.log"
             gpus, cache = serving.visible_gpus(servers, lane), serving.cache_folder(servers, self._workdir)
-            with serving.serve(config.verifier, servers, spec, log, cache, gpus) as endpoint:
+            with serving.serve(config.verifier, servers, wanted, log, cache, gpus) as endpoint:
                 yield Lease(endpoint, storage, endpoint.ended, owned=True)
         finally:
             shutil.rmtree(storage, ignore_errors=True)
@@ -80,22 +79,35 @@ class Lanes:
             self._close(lane)
 
 
-def _storage(workdir: Path, lane: int) -> Path:
+def check_storage(storage: Path) -> None:
+    """Raises InputError unless the folder of the user's servers is there; removes what killed clients left in it."""
+    if not storage.is_dir():
+        raise InputError(f"servers.features_storage: {storage} is no folder here; the servers write into it")
+    extraction.sweep(storage)
+
+
+def storage_folder(workdir: Path, lane: int | str) -> Path:
     """Where a lane's server writes: on the pool's file system, so that a finished file moves in by a rename."""
     return workdir / "pool" / "features" / "incoming" / f"{extraction.process_name()}-{lane}"
 
 
-def _spec(config: RunConfig, storage: Path) -> serving.ServerSpec:
+def spec(config: RunConfig, storage: Path) -> serving.ServerSpec:
+    """The extraction server of this configuration that writes into `storage`.
+
+    Its context has one spare token: a trace as long as max_model_len is read back whole, and vLLM always generates one
+    more.  Rows of `capture_while_generating` are a token shorter, and servers that also generate must end where a
+    plain one does.
+    """
     shape = verifier.load_shape(config.verifier)
     ids, fp8 = verifier.capture_ids(config.features.layer_ids, shape), config.features.store == "fp8"
-    return serving.extraction_server(ids, storage, fp8)
+    return serving.extraction_server(ids, storage, fp8, spare_tokens=1 - dropped_tokens(config))
 
 
 def start_ahead(workdir: Path, config: RunConfig) -> None:
     """Begins to start the first lane's server, when the configuration allows it and servers are not named."""
     if not config.servers.features_endpoints:
         log, cache = workdir / "logs" / "extraction-ahead.log", serving.cache_folder(config.servers, workdir)
-        serving.start_ahead(config.verifier, config.servers, _spec(config, _storage(workdir, 0)), log, cache)
+        serving.start_ahead(config.verifier, config.servers, spec(config, storage_folder(workdir, 0)), log, cache)
 
 
 def sweep(workdir: Path) -> None:
@@ -109,7 +121,7 @@ _shared: dict[str, Lanes] = {}
 
 
 def _name(workdir: Path, config: RunConfig) -> str:
-    captured = f"{config.features.layer_ids}:{config.features.store}"
+    captured = f"{config.features.layer_ids}:{config.features.store}:{dropped_tokens(config)}"
     return f"{workdir}:{config.verifier.model_dump_json()}:{config.servers.model_dump_json()}:{captured}"
 
 

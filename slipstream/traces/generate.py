@@ -24,6 +24,8 @@ from slipstream.traces.pool import TracePool
 from slipstream.traces.prompts import Prompt
 from slipstream.traces.rebuild import Renderer, rebuild, renderer_for
 from slipstream.traces.room import Room
+from slipstream.traces.rules import Rules
+from slipstream.traces.states import States
 from slipstream.traces.throughput import Throughput
 from slipstream.traces.trace import SERVER, Trace
 from slipstream.verifier import THINK_CLOSE, folder_of
@@ -50,30 +52,44 @@ class Outcome:
     special_tokens: str = "equal"
     complaints: dict[str, str] = field(default_factory=dict)  # servers that are away at the end, and why
     throughput: dict[str, Any] = field(default_factory=dict)
+    states: dict[str, Any] | None = None  # what became of the hidden states, with capture_while_generating
 
 
 def generate(
-    asked: Asked, total: int, endpoints: Sequence[Endpoint], config: RunConfig, pool: TracePool, report: Report
+    asked: Asked,
+    total: int,
+    endpoints: Sequence[Endpoint],
+    config: RunConfig,
+    pool: TracePool,
+    report: Report,
+    states: States | None = None,
 ) -> Outcome:
     """Asks for every prompt that `asked` gives (`total` of them) and records each turn as it arrives.
 
     `asked(longer_than)` gives row keys and prompts, and whether some turn is recorded, without prompts whose record
-    has no more bytes than that.
+    has no more bytes than that.  `states` takes the hidden states that come with the answers.
 
     Raises InputError when the server's special tokens are not the verifier's, TransientError when all servers
     stay away.  A prompt that fails is recorded with its reason and the others go on; when more have failed than
     `traces.max_rejected_share` of them allows, the rest is not asked.
     """
-    return run_async(_generate(asked, total, endpoints, config, pool, report))
+    return run_async(_generate(asked, total, endpoints, config, pool, report, states))
 
 
 async def _generate(
-    asked: Asked, total: int, endpoints: Sequence[Endpoint], config: RunConfig, pool: TracePool, report: Report
+    asked: Asked,
+    total: int,
+    endpoints: Sequence[Endpoint],
+    config: RunConfig,
+    pool: TracePool,
+    report: Report,
+    states: States | None,
 ) -> Outcome:
     traces = config.traces
     async with AsyncExitStack() as stack:
-        servers = await stack.enter_async_context(chat.connect(endpoints, traces.request_timeout_s))
-        generation = _Generation(config, pool, report, total)
+        reach = Server if states is None else states.server
+        servers = await stack.enter_async_context(chat.connect(endpoints, traces.request_timeout_s, reach))
+        generation = _Generation(config, pool, report, total, states)
         fleet = sailing(servers, traces.concurrency, traces.endpoint_patience_s, generation.admit)
         generation.fleet = await stack.enter_async_context(fleet)
         sampler = asyncio.ensure_future(generation.throughput.sample(lambda: generation.fleet.working))
@@ -91,6 +107,8 @@ async def _generate(
             await run_workers(work, min(traces.concurrency, total))
         finally:
             generation.settle()
+            if states is not None:
+                await states.settle()
         return generation.end()
 
 
@@ -103,8 +121,11 @@ class _Generation:
 
     fleet: Fleet
 
-    def __init__(self, config: RunConfig, pool: TracePool, report: Report, total: int) -> None:
-        self.config, self.pool, self.report, self.total = config, pool, report, total
+    def __init__(
+        self, config: RunConfig, pool: TracePool, report: Report, total: int, states: States | None = None
+    ) -> None:
+        self.config, self.pool, self.report, self.total, self.states = config, pool, report, total, states
+        self._rules = Rules.of(config)
         self.outcome = Outcome()
         self.throughput = Throughput()
         self.room = Room(config.traces.max_tokens, config.verifier)
@@ -222,9 +243,13 @@ class _Generation:
             if prompt_ids is None or output_ids is None:
                 renderer = await self._renderer(server)
                 prompt_ids, output_ids, ids = await rebuild(renderer, messages, prompt.tools, template, answer)
-            return Trace.of(
+            trace = Trace.of(
                 self._open(answer, asked, output_ids), prompt.key, len(turns), asked, prompt_ids, output_ids, ids
             )
+            if self.states is not None:
+                usable = all(self._rules.rejection(turn) is None for turn in (*turns, trace))
+                self.states.take(server, answer.states_file, trace.input_ids if usable else None)
+            return trace
 
         return await self.fleet.send(ask, self.config.traces.max_attempts, lambda trace: len(trace.output_ids))
 
@@ -267,4 +292,5 @@ class _Generation:
             lane.server.endpoint.url: lane.complaint for lane in self.fleet.lanes if lane.away and lane.complaint
         }
         outcome.throughput = self.throughput.figures()
+        outcome.states = None if self.states is None else self.states.figures()
         return outcome

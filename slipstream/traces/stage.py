@@ -22,6 +22,7 @@ from slipstream.traces.pool import TracePool, batches, open_pool
 from slipstream.traces.prompts import Prompt
 from slipstream.traces.rules import Rules
 from slipstream.traces.selection import REJECTS, Selection
+from slipstream.traces.states import States
 
 STAGE, VERSION = origin.STAGE, 2
 TRACED = (splits.TRAIN, splits.VALIDATION)
@@ -61,10 +62,12 @@ def run(
     servers: Servers,
     report: Report,
     on_wait: Callable[[str], None] | None = None,
+    states: States | None = None,
 ) -> Artifact:
     """Generates what is missing and writes the artifact; imported traces are taken as they are.
 
     `servers(log_folder)` is a context manager that gives endpoints; it is entered only when a trace is missing.
+    `states` takes the hidden states that come with the answers.
     Raises StageFailed when a larger share than `traces.max_rejected_share` has no usable trace, when too many
     answers were cut or are not exact, and InputError when a server has other special tokens than the verifier.
     """
@@ -82,7 +85,7 @@ def run(
             if missing:
                 with servers(folder.path / "logs") as endpoints:
                     outcome = generate(
-                        partial(_missing, prompts, config, pool), missing, endpoints, config, pool, report
+                        partial(_missing, prompts, config, pool), missing, endpoints, config, pool, report, states
                     )
             rules = Rules.of(config)
             selection = Selection(config.traces, rules, folder.path)
@@ -110,6 +113,7 @@ def run(
                 "retried": outcome.retried,
                 "output_tokens_per_s": round(outcome.output_tokens / outcome.seconds, 1) if outcome.seconds else None,
                 "server_limited_share": outcome.throughput.get("server_limited_share"),
+                **({} if outcome.states is None else {"states": outcome.states}),
             },
         )
 

@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from slipstream import chat, serving
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig, load_config
+from slipstream.features import servers, shard_stage, while_generating
+from slipstream.features.lease import Lease
+from slipstream.features.recipe import open_pool
+from slipstream.features.rows import read_rows
+from slipstream.features.shards import Shard
 from slipstream.pocket import curriculum
 from slipstream.progress import silent
 from slipstream.serving import Endpoint
@@ -64,10 +71,8 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(VERIFIER)
 
 
-def make(
-    base: RunConfig, endpoint: Endpoint, folder: Path, lines: Sequence[bytes | dict[str, Any]], **traces: Any
-) -> tuple[Artifact, Artifact]:
-    """Both stages on these rows; a held-out prompt stands apart, so all rows are traced."""
+def configured(base: RunConfig, folder: Path, lines: Sequence[bytes | dict[str, Any]], **traces: Any) -> RunConfig:
+    """A configuration for these rows; a held-out prompt stands apart, so all rows are traced."""
     folder.mkdir(exist_ok=True)
     encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     (folder / "prompts.jsonl").write_bytes(b"".join(line + b"\n" for line in encoded))
@@ -82,7 +87,14 @@ def make(
         "max_rejected_share": 0.5,
     }
     values["traces"] |= {"max_rejected_share": 0.5, **traces}
-    config = RunConfig.model_validate(values)
+    return RunConfig.model_validate(values)
+
+
+def make(
+    base: RunConfig, endpoint: Endpoint, folder: Path, lines: Sequence[bytes | dict[str, Any]], **traces: Any
+) -> tuple[Artifact, Artifact]:
+    """Both stages on these rows."""
+    config = configured(base, folder, lines, **traces)
 
     @contextmanager
     def servers(logs: Path) -> Iterator[list[Endpoint]]:
@@ -190,3 +202,58 @@ def test_rows_rebuilt_from_text_are_the_servers(base: RunConfig, endpoint: Endpo
         return same
 
     assert asyncio.run(compare()) == [True] * 12
+
+
+def test_states_taken_while_generating_are_those_of_a_prefill(
+    base: RunConfig, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    """An extraction server gives the traces of a plain one, token for token, and with them the states of a prefill."""
+    first, second, *plain = tasks(22, seed=11)
+    talk = {
+        "messages": [{"role": "user", "content": first}, {"role": "assistant"}, {"role": "user", "content": second}]
+    }
+    rows = [{"prompt": text} for text in plain] + [talk, {"prompt": second, "tools": [TOOL]}]
+    asked = {"sampling": [{"weight": 0.7}, {"weight": 0.3, "thinking": False}], "max_truncated_share": 1.0}
+    _, reference = make(base, endpoint, tmp_path / "two", rows, **asked)
+
+    given = configured(base, tmp_path / "one", rows, **asked)
+    mode = given.features.model_copy(update={"capture_while_generating": True, "probe_samples": 0})
+    config = given.model_copy(update={"features": mode})
+    prompts = prompt_set.run(config.root, config.prompts)
+    everything, prefilled = Shard(index=0, start=0, stop=1000), tmp_path / "prefilled"
+    with while_generating.answering(config.root, config, tmp_path / "logs") as endpoints:
+        with while_generating.taking(config.root, config) as states:
+            traces = stage.run(config.root, config, prompts, lambda logs: nullcontext(endpoints), silent, states=states)
+        storage = servers.storage_folder(config.root, while_generating.LANE)
+        left = [path.name for path in storage.iterdir() if "slipstream" in path.name]
+        lease = Lease(endpoints[0], storage)
+        shard_stage.capture_shard(prefilled, config, traces, everything, lambda: nullcontext(lease), silent)
+    assert left == []
+    assert not storage.exists()
+
+    assert traces.key == reference.key
+    assert (traces.folder / "traces.parquet").read_bytes() == (reference.folder / "traces.parquet").read_bytes()
+    found = rows_of(traces)
+    assert len(found) >= 20
+    assert any('"thinking": false' in row["sampling"] for row in found)
+    assert any(row["turn"] == 1 for row in found)
+
+    told = traces.manifest().work["states"]
+    wanted = {row.key: row.token_ids for row in read_rows(config, traces)}
+    assert (told["captured"], told["missing"]) == (len(wanted), 0)
+    assert told["rejected"] == traces.manifest().counts["rejected"]
+
+    def no_server() -> Any:
+        raise AssertionError("a server was asked for")
+
+    made = shard_stage.capture_shard(config.root, config, traces, everything, no_server, silent)
+    assert (made.manifest().counts["samples"], made.manifest().work["captured"]) == (len(found), 0)
+    worst = 0.0
+    with closing(open_pool(config.root, config)) as one, closing(open_pool(prefilled, config)) as two:
+        for key, token_ids in wanted.items():
+            ours, theirs = load_file(one.path(key)), load_file(two.path(key))
+            assert ours["token_ids"].tolist() == theirs["token_ids"].tolist() == token_ids
+            difference = (ours["hidden_states"] - theirs["hidden_states"]).norm(dim=-1)
+            worst = max(worst, float((difference / theirs["hidden_states"].norm(dim=-1)).max()))
+    assert torch.isfinite(torch.tensor(worst))
+    assert worst < 1e-5, worst
