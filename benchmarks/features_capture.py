@@ -9,7 +9,8 @@ Writes benchmarks/results/features_capture.json (or --result).  One run measures
 
 The verifier is a slice of Kimi-K2.5's width (hidden 7168, MLA, MoE top-8) with 4 layers and random weights.  The files
 of all four lie on one file system and are removed between turns.  `sync_s` is what forcing the bytes to the disk takes
-afterwards: the capture has done it before its manifest, the others' files are synced here; it counts for nobody.
+afterwards: the capture does it before its manifest, the others' files are synced here in the first round; it counts for
+nobody.
 
 Needs vllm, speculators and a GPU in this interpreter, no Prefect.
 """
@@ -188,15 +189,14 @@ def prefill(endpoint: serving.Endpoint, rows: Sequence[Sequence[int]]) -> float:
     return time.monotonic() - started
 
 
-def connector(endpoint: serving.Endpoint, rows: Sequence[Sequence[int]], storage: Path) -> tuple[float, float]:
-    """Seconds until every file is written, and seconds to force them to the disk."""
+def connector(endpoint: serving.Endpoint, rows: Sequence[Sequence[int]], storage: Path) -> tuple[float, list[Path]]:
+    """Seconds until every file is written, and the files."""
     started = time.monotonic()
     paths = [Path(name) for name in asyncio.run(_ask(endpoint, rows))]
     while not all(path.exists() and _released(path) for path in paths):
         asyncio.run(_ask(endpoint, [[1]]))  # an idle engine writes its last files at its next step
         time.sleep(0.01)
-    seconds = time.monotonic() - started
-    return seconds, sync(paths)
+    return time.monotonic() - started, paths
 
 
 def _released(path: Path) -> bool:
@@ -252,8 +252,8 @@ def capture(config: RunConfig, traces: Artifact, lease: Lease) -> tuple[float, f
     return seconds - sum(synced), sum(synced)
 
 
-def speculators(endpoint: serving.Endpoint, dataset: Path, output: Path) -> tuple[float, float]:
-    """Seconds of `speculators generate-offline-data` from its first request on, and of a sync."""
+def speculators(endpoint: serving.Endpoint, dataset: Path, output: Path) -> tuple[float, list[Path]]:
+    """Seconds of `speculators generate-offline-data` from its first request on, and its files."""
     code = "import time; print('loaded', time.time()); from speculators.__main__ import app; app()"
     command = [sys.executable, "-c", code, "generate-offline-data", "--endpoint", endpoint.url]
     command += ["--preprocessed-data", str(dataset), "--output", str(output), "--concurrency", str(CONCURRENCY)]
@@ -261,10 +261,9 @@ def speculators(endpoint: serving.Endpoint, dataset: Path, output: Path) -> tupl
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"speculators ended with {done.returncode}: {done.stderr[-3000:]}")
-    files = list(output.glob("hs_*.safetensors"))
     elapsed = [line for line in (done.stdout + done.stderr).splitlines() if "s elapsed" in line]
     seconds = float(elapsed[-1].split("Timing:")[1].split("s elapsed")[0])
-    return seconds, sync(files)
+    return seconds, list(output.glob("hs_*.safetensors"))
 
 
 def write_dataset(folder: Path, rows: Sequence[Sequence[int]]) -> None:
@@ -331,18 +330,21 @@ def measure(root: Path, tokens: int, rounds: int, store: str) -> dict[str, Any]:
                 if name == "prefill":
                     times[name].append(prefill(plain, rows))
                     continue
-                if name == "connector":
-                    seconds, synced = connector(extracting, rows, storage)
-                elif name == "capture":
+                if name == "capture":
                     seconds, synced = capture(config, traces, Lease(extracting, storage))
+                    syncs[name].append(synced)
                     shutil.rmtree(work / "pool")
                     shutil.rmtree(work / shard_stage.STAGE)
                 else:
-                    seconds, synced = speculators(extracting, root / "dataset", root / "speculators")
-                    shutil.rmtree(root / "speculators")
+                    if name == "connector":
+                        seconds, files = connector(extracting, rows, storage)
+                    else:
+                        seconds, files = speculators(extracting, root / "dataset", root / "speculators")
+                    if number == 0:
+                        syncs[name].append(sync(files))
+                    shutil.rmtree(root / "speculators", ignore_errors=True)
                 empty(storage)
                 times[name].append(seconds)
-                syncs[name].append(synced)
             print({name: [round(total / value) for value in values] for name, values in times.items()}, flush=True)
     speed = {name: round(total / statistics.median(values)) for name, values in times.items()}
     return {
