@@ -141,6 +141,7 @@ def plan(config: RunConfig) -> dict[str, Any]:
 def preflight(config: RunConfig) -> None:
     """Everything that can be known to be wrong before a server starts; raises InputError with one sentence."""
     from slipstream import serving
+    from slipstream.features import beside_training
     from slipstream.traces import prompt_set
 
     verifier.check(config)
@@ -149,5 +150,7 @@ def preflight(config: RunConfig) -> None:
     serving.require_environment(config.servers)
     if config.drafter.init_from and not Path(config.drafter.init_from).is_dir():
         raise InputError(f"{config.drafter.init_from}: no such checkpoint folder; set drafter.init_from or remove it")
+    if config.features.store == "none":
+        beside_training.count(config)
     if not (estimate := plan(config))["fits"]:
         raise InputError(f"{config.name}: does not fit here: {'; '.join(estimate['reasons'])}")

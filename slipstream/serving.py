@@ -299,13 +299,21 @@ def connect_any(urls: Sequence[str], timeout_s: float = 60) -> list[Endpoint]:
 
 @contextmanager
 def replicas(
-    verifier: VerifierConfig, servers: ServersConfig, specs: Sequence[ServerSpec], logs: Path, cache: Path
+    verifier: VerifierConfig,
+    servers: ServersConfig,
+    specs: Sequence[ServerSpec],
+    logs: Path,
+    cache: Path,
+    taken: Sequence[int] = (),
 ) -> Iterator[list[Endpoint]]:
-    """One server a spec, started side by side, each on GPUs of its own; all are gone when the block ends."""
+    """One server a spec, started side by side, each on GPUs of its own; all are gone when the block ends.
+
+    No server gets a GPU of `taken`.
+    """
     with ExitStack() as stack:
         with ThreadPoolExecutor(len(specs)) as starters:
             contexts = [
-                serve(verifier, servers, spec, logs / f"{spec.role}-{i}.log", cache, visible_gpus(servers, i))
+                serve(verifier, servers, spec, logs / f"{spec.role}-{i}.log", cache, visible_gpus(servers, i, taken))
                 for i, spec in enumerate(specs)
             ]
             started = [starters.submit(context.__enter__) for context in contexts]
@@ -320,11 +328,16 @@ def replicas(
         yield [future.result() for future in started]
 
 
-def visible_gpus(servers: ServersConfig, replica: int) -> list[int]:
-    """The GPU indices of one replica (0-based), out of CUDA_VISIBLE_DEVICES when that is set; none on a CPU."""
+def visible_gpus(servers: ServersConfig, replica: int, taken: Sequence[int] = ()) -> list[int]:
+    """The GPU indices of one replica (0-based), none of them in `taken`; none on a CPU."""
+    first = replica * servers.tensor_parallel
+    return free_gpus(servers, taken)[first : first + servers.tensor_parallel]
+
+
+def free_gpus(servers: ServersConfig, taken: Sequence[int]) -> list[int]:
+    """The GPUs that servers may use, out of CUDA_VISIBLE_DEVICES when that is set, without `taken`; none on a CPU."""
     if servers.device == "cpu":
         return []
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     indices = [int(i) for i in allowed.split(",")] if allowed else list(range(servers.gpus))
-    first = replica * servers.tensor_parallel
-    return indices[first : first + servers.tensor_parallel]
+    return [index for index in indices if index not in taken]

@@ -20,9 +20,10 @@ from tasks.stage import options, show, wait_logger
 def train(config: RunConfig, features: Artifact, vocabulary: Artifact) -> Artifact:
     """A trained drafter, every epoch exported, the best one named."""
     log, cache = config.root / "logs" / "generation-ahead.log", serving.cache_folder(config.servers, config.root)
-    serving.start_ahead(
-        config.verifier, config.servers, serving.generation_server(), log, cache
-    )  # acceptance's baseline
+    if config.features.store != "none":  # else an extraction server runs beside training already
+        serving.start_ahead(
+            config.verifier, config.servers, serving.generation_server(), log, cache
+        )  # acceptance's baseline
     with reporting("drafter-progress", "Training") as report:
         artifact = stage.run(config.root, config, features, vocabulary, report, wait_logger())
     counts = artifact.manifest().counts

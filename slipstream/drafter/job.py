@@ -10,10 +10,15 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from slipstream.config import DrafterConfig
+from slipstream.features.stream import Streaming
 
 
 class Job(BaseModel):
-    """One training: paths are absolute, `layer_ids` are the auxiliary ones only."""
+    """One training: paths are absolute, `layer_ids` are the auxiliary ones only.
+
+    With `streaming` the states come from its servers, without it from the files of `features`: `checked_reads` is the
+    share of them whose checksum is compared, `read_ahead` how many samples the disk reads ahead.
+    """
 
     model_config = ConfigDict(frozen=True)
     verifier: str
@@ -27,6 +32,9 @@ class Job(BaseModel):
     train_rows: int
     rows: int
     drafter: DrafterConfig
+    checked_reads: float = 1.0
+    read_ahead: int = 0
+    streaming: Streaming | None = None
 
     @property
     def train_ratio(self) -> float:

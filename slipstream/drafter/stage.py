@@ -14,7 +14,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,14 @@ from slipstream import atomic, process, verifier
 from slipstream.artifact import Artifact, checksum, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
-from slipstream.drafter import checkpoints
+from slipstream.drafter import checkpoints, failure
 from slipstream.drafter.job import Job
 from slipstream.errors import StageFailed, TransientError
+from slipstream.features import beside_training
+from slipstream.features.complete import require_complete
+from slipstream.features.lease import Lease
+from slipstream.features.recipe import form
+from slipstream.features.stream import Streaming, StreamServer
 from slipstream.progress import Progress, Report
 
 STAGE, VERSION = "drafter", 1
@@ -66,8 +72,9 @@ def run(
 ) -> Artifact:
     """Trains the epochs that are not finished, exports each, picks the best.
 
-    Raises StageFailed when the feature store is incomplete or training ends early; TransientError when the
-    training process was killed from outside (what it finished stays finished).
+    Raises Damaged when the feature store is incomplete or a sample is not as it was stored, before a step uses it;
+    StageFailed when training ends early; TransientError when the training process was killed from outside or its
+    stream of states broke off (what it finished stays finished); InputError when a stream has no GPU for its server.
     """
     recipe, inputs = _recipe(config), _inputs(config, features, vocabulary)
     name = stage_key(STAGE, VERSION, recipe, inputs)
@@ -75,12 +82,13 @@ def run(
         if (done := folder.complete()) is not None:
             return done
         folder.reopen()
-        if damage := features.verify():
-            raise StageFailed(f"{features.path}: {damage[0].path} is {damage[0].reason}; run again to repair it")
+        require_complete(features.folder)
         store = folder.path / CHECKPOINTS
         before = checkpoints.finished_epochs(store)
         if len(before) < config.drafter.epochs or not _initial_ready(config, store):
-            _train(folder.path, config, features, vocabulary, report)
+            with _states(workdir, config) as leases:
+                job = _job(folder.path, config, features, vocabulary, leases)
+                _train(folder.path, job, config, report, leases or [])
         epochs = checkpoints.finished_epochs(store)
         expected = list(range(config.drafter.epochs))
         if epochs != expected:
@@ -123,7 +131,36 @@ def _initial_ready(config: RunConfig, store: Path) -> bool:
     return not _initial_wanted(config) or (store / checkpoints.INITIAL).is_dir()
 
 
-def _job(folder: Path, config: RunConfig, features: Artifact, vocabulary: Artifact) -> Job:
+@contextmanager
+def _states(workdir: Path, config: RunConfig) -> Iterator[list[Lease] | None]:
+    """The extraction servers of a training without a store; None with one."""
+    if config.features.store != "none":
+        yield None
+        return
+    with beside_training.serving_states(workdir, config) as leases:
+        yield leases
+
+
+def _streaming(config: RunConfig, leases: Sequence[Lease]) -> Streaming:
+    wanted, looks = config.features, form(config)
+    return Streaming(
+        servers=[
+            StreamServer(url=endpoint.url, model=endpoint.model, storage=str(lease.storage.absolute()))
+            for lease in leases
+            for endpoint in lease.endpoints
+        ],
+        layers=looks.layers,
+        hidden=looks.hidden,
+        dtype=looks.dtype,
+        concurrency=wanted.concurrency,
+        max_attempts=wanted.max_attempts,
+        request_timeout_s=wanted.request_timeout_s,
+    )
+
+
+def _job(
+    folder: Path, config: RunConfig, features: Artifact, vocabulary: Artifact, leases: Sequence[Lease] | None
+) -> Job:
     shape = verifier.load_shape(config.verifier)
     counts = features.manifest().counts
     return Job(
@@ -138,17 +175,21 @@ def _job(folder: Path, config: RunConfig, features: Artifact, vocabulary: Artifa
         train_rows=counts["train"],
         rows=counts["rows"],
         drafter=config.drafter,
+        checked_reads=config.features.checked_reads,
+        read_ahead=config.features.read_ahead,
+        streaming=_streaming(config, leases) if leases is not None else None,
     )
 
 
-def _train(folder: Path, config: RunConfig, features: Artifact, vocabulary: Artifact, report: Report) -> None:
-    job = folder / "job.json"
-    atomic.write_bytes(job, _job(folder, config, features, vocabulary).model_dump_json(indent=2).encode())
+def _train(folder: Path, job: Job, config: RunConfig, report: Report, leases: Sequence[Lease]) -> None:
+    path = folder / "job.json"
+    atomic.write_bytes(path, job.model_dump_json(indent=2).encode())
+    failure.take(folder)  # of an earlier attempt
     line = [sys.executable, "-m"]
     devices = config.drafter.devices
     if len(devices) > 1:
         line += ["torch.distributed.run", "--standalone", f"--nproc-per-node={len(devices)}", "-m"]
-    line += ["slipstream.drafter.worker", str(job)]
+    line += ["slipstream.drafter.worker", str(path)]
     env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     if not devices:
         env["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads beside any other load: 4,400 tokens/s became 120
@@ -157,10 +198,14 @@ def _train(folder: Path, config: RunConfig, features: Artifact, vocabulary: Arti
         follow = _Follower(folder, config.drafter.epochs, report)
         while (status := child.returncode()) is None:
             follow.poll()
+            if complaint := next(filter(None, (lease.complaint() for lease in leases)), None):
+                raise TransientError(f"{complaint}; run again: training continues after its last finished epoch")
             time.sleep(0.5)
         follow.poll()
     finally:
         child.stop()
+    if status and (known := failure.take(folder)) is not None:
+        raise known
     if status > 128:
         raise TransientError(f"{child.log}: the training process was killed (status {status}): {child.complaint()}")
     if status:

@@ -2,7 +2,8 @@
 
 A process of its own because speculators installs signal handlers, and because a trainer that dies must not
 take the flow along.  Killed at any instant and started again, it continues after the last finished epoch.
-Metrics go to `job.metrics`, one JSON object a line, as speculators logs them.
+Metrics go to `job.metrics`, one JSON object a line, as speculators logs them.  An error that this project raises is
+left beside the job (`failure`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any
 
 import torch
 
-from slipstream.drafter import build, checkpoints
+from slipstream.drafter import build, checkpoints, failure, loaders
 from slipstream.drafter.job import Job
+from slipstream.errors import SlipstreamError
 
 
 class JsonLines(logging.Handler):
@@ -42,31 +44,6 @@ def _strict(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _loaders(job: Job, model: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    from speculators.models.eagle3.data import shift_batch
-    from speculators.train.dataloader import create_train_val_loaders
-
-    return create_train_val_loaders(
-        data_path=job.features,
-        total_seq_len=job.drafter.sequence_length,
-        hidden_states_dtype=dtype,
-        vllm_endpoint="",
-        on_missing="raise",  # never generate or skip: the store is complete or the stage fails
-        verifier_name_or_path=job.verifier,
-        request_timeout=None,
-        max_retries=0,
-        generation_validation_retries=0,
-        max_consecutive_generation_failures=1,
-        hidden_size=job.hidden_size,
-        num_target_layers=len(model.target_layer_ids),
-        num_workers=job.drafter.num_workers,
-        prefetch_factor=4,
-        preprocess=shift_batch,
-        train_data_ratio=job.train_ratio,
-        seed=job.drafter.seed,
-    )
 
 
 def _save_initial(model: Any, folder: Path) -> None:
@@ -105,7 +82,7 @@ def main(path: Path) -> None:
         logger.setLevel(logging.INFO)
         logger.addHandler(JsonLines(Path(job.metrics)))
     dtype = getattr(torch, config.compute_dtype)
-    train_loader, val_loader = _loaders(job, model, dtype)
+    train_loader, val_loader = loaders.loaders(job, len(model.target_layer_ids), dtype)
     train_kwargs, val_kwargs = type(model).get_trainer_kwargs(
         loss_fn=config.loss,
         loss_implementation="eager" if device == "cpu" else "fused",  # fused needs Triton
@@ -137,4 +114,9 @@ def main(path: Path) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("TQDM_DISABLE", "1")
-    main(Path(sys.argv[1]))
+    _job = Path(sys.argv[1])
+    try:
+        main(_job)
+    except SlipstreamError as _error:
+        failure.record(_job.parent, _error)
+        sys.exit(f"{type(_error).__name__}: {failure.sentence(_error)}")

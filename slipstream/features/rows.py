@@ -47,7 +47,12 @@ def read_rows(config: RunConfig, traces: Artifact, start: int = 0, stop: int | N
 
 
 def plan_shards(config: RunConfig, traces: Artifact) -> list[Shard]:
-    """The row ranges to capture; raises InputError when the traces have no rows or are another verifier's."""
+    """The row ranges to capture, none without a store.
+
+    Raises InputError when the traces have no rows or are another verifier's.
+    """
     origin.check(config, traces)
+    if config.features.store == "none":
+        return []
     lengths = table.lengths(traces)
     return split_rows([length - dropped_tokens(config) for length in lengths], config.features.shards)

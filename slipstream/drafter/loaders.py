@@ -1,0 +1,114 @@
+"""What training reads: speculators' loaders over a checked store or a stream, with read-ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from slipstream.drafter.job import Job
+from slipstream.errors import Damaged
+from slipstream.features.complete import repair
+from slipstream.features.loader import StoreTransfer
+from slipstream.features.read_ahead import ReadAhead, will_need
+from slipstream.features.stream import StreamTransfer
+
+Transfer = StoreTransfer | StreamTransfer
+
+
+class Rows(Dataset[Any]):
+    """speculators' data set without its silent way out: a row whose token ids differ ends the training.
+
+    The requests for a batch of a stream are sent together.
+    """
+
+    def __init__(self, dataset: Any, transfer: Transfer, store: str) -> None:
+        self._dataset, self._transfer, self._store = dataset, transfer, store
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def row(self, index: int) -> int:
+        """The row of the store that an index of this split means."""
+        return int(self._dataset.start_file_idx + index)
+
+    def __getitem__(self, index: int) -> Any:
+        from speculators.train.recovery import SampleUnavailable
+
+        item = self._dataset[index]
+        if isinstance(item, SampleUnavailable):
+            row, store = self.row(index), Path(self._store)
+            raise Damaged(f"{store}: the states of row {row} are of other tokens than its input_ids; {repair(store)}")
+        return item
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        if isinstance(self._transfer, StreamTransfer):
+            self._transfer.begin(map(self.row, map(int, indices)))
+        return [self[int(index)] for index in indices]
+
+
+def _announcer(rows: Rows, transfer: Transfer, num_workers: int) -> Callable[[int], None] | None:
+    if isinstance(transfer, StoreTransfer):
+        return lambda index: will_need(transfer.path(rows.row(index)))
+    if num_workers == 0:
+        return lambda index: transfer.begin([rows.row(index)])
+    return None  # data workers ask for themselves, a batch at a time each
+
+
+def _rebuilt(loader: Any, transfer: Transfer, job: Job) -> DataLoader[Any]:
+    """`loader` (not yet started) with the same settings over checked rows, its files read ahead."""
+    rows = Rows(loader.dataset, transfer, job.features)
+    announce = _announcer(rows, transfer, loader.num_workers)
+    sampler = ReadAhead(loader.batch_sampler, job.read_ahead, announce) if announce else loader.batch_sampler
+    return DataLoader(
+        rows,
+        batch_sampler=sampler,
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor,
+        pin_memory=loader.pin_memory,
+        collate_fn=loader.collate_fn,
+        persistent_workers=loader.persistent_workers,
+        multiprocessing_context=loader.multiprocessing_context,
+        worker_init_fn=loader.worker_init_fn,
+    )
+
+
+def transfer_of(job: Job, dtype: torch.dtype) -> Transfer:
+    """Where the job's states come from; raises Damaged for an incomplete store."""
+    if job.streaming is not None:
+        return StreamTransfer(Path(job.features), job.streaming)
+    return StoreTransfer(Path(job.features), job.checked_reads, dtype)
+
+
+def loaders(job: Job, target_layers: int, dtype: torch.dtype) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """The loaders of training and validation rows: packed to `drafter.sequence_length` tokens, states in `dtype`."""
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.train.dataloader import create_train_val_loaders
+
+    transfer = transfer_of(job, dtype)
+    made = create_train_val_loaders(
+        data_path=job.features,
+        total_seq_len=job.drafter.sequence_length,
+        hidden_states_dtype=dtype,
+        transfer=transfer,
+        vllm_endpoint="",
+        on_missing="raise",  # speculators asks no server itself
+        verifier_name_or_path=job.verifier,
+        request_timeout=None,
+        max_retries=0,
+        generation_validation_retries=0,
+        max_consecutive_generation_failures=1,
+        hidden_size=job.hidden_size,
+        num_target_layers=target_layers,
+        num_workers=job.drafter.num_workers,
+        prefetch_factor=4,
+        preprocess=shift_batch,
+        train_data_ratio=job.train_ratio,
+        seed=job.drafter.seed,
+    )
+    train, validation = map(partial(_rebuilt, transfer=transfer, job=job), made)
+    return train, validation

@@ -1,0 +1,25 @@
+"""Whether a finished store still has all its files, and what to do when it has not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream import artifact
+from slipstream.errors import Damaged
+
+NAMED_FILES = 8
+
+
+def repair(store: Path) -> str:
+    """What to do about a damaged store."""
+    return f"run `slipstream verify --deep {store}` and then the same run again: it makes anew what is damaged, alone"
+
+
+def require_complete(store: Path) -> None:
+    """Raises Damaged, naming the files, unless every one of the store's is there in its full size."""
+    if damage := artifact.verify(store):
+        named = ", ".join(f"{item.path} ({item.reason})" for item in damage[:NAMED_FILES])
+        more = f" and {len(damage) - NAMED_FILES} more" if len(damage) > NAMED_FILES else ""
+        raise Damaged(
+            f"{store}: {len(damage)} of its files are not as its manifest says: {named}{more}; {repair(store)}"
+        )
