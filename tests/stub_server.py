@@ -291,8 +291,8 @@ class LoopbackServer:
 class StubServer(LoopbackServer):
     """The server; a context manager.  `url` ends in /v1."""
 
-    def __init__(self, layers: int = 4, hidden: int = 8, max_model_len: int = 4096) -> None:
-        super().__init__(max_model_len=max_model_len)
+    def __init__(self, layers: int = 4, hidden: int = 8, max_model_len: int = 4096, port: int = 0) -> None:
+        super().__init__(port, max_model_len)
         self.layers, self.hidden = layers, hidden
         self.strict_context = False
         self.max_concurrent: int | None = None
