@@ -127,8 +127,8 @@ class _Asking:
                 server = self._servers[(row + attempt) % len(self._servers)]
                 where = f"{server.endpoint.url}: row {row} of {self._store}"
                 try:
-                    async with server.sample(token_ids, self._streaming.request_timeout_s) as path:
-                        return await asyncio.to_thread(self._read, path, token_ids)
+                    async with server.sample(token_ids, self._streaming.request_timeout_s) as written:
+                        return await asyncio.to_thread(self._read, written.path, token_ids)
                 except Refused as error:
                     raise ServerError(f"{where}: {error}; look at the extraction server's log") from error
                 except BadSample as error:
