@@ -269,11 +269,19 @@ class _Capture:
         self._exposed.discard(number)
 
     async def _look_for_silence(self, server: ExtractionServer, sent: float) -> None:
-        """A server of ours that has given nothing at all for the time of a request hangs: it is as good as dead."""
-        silent_s = time.monotonic() - max(sent, self._stored_at)
-        if self._lease.owned and silent_s >= self._config.request_timeout_s:
-            self._end(ServerDied(f"{server.endpoint.url}: gave nothing for {silent_s:.0f} s"))
-            await asyncio.sleep(0)  # here this request is taken back, like all others
+        """A server of ours that let a request time out and then gives no single token either is as good as dead."""
+        timeout_s, asked = self._config.request_timeout_s, time.monotonic()
+        if not self._lease.owned or asked - sent < 0.9 * timeout_s:  # timers of the event loop run a little early
+            return
+        try:
+            async with asyncio.timeout(timeout_s / 2):
+                await server.flush()
+        except TimeoutError:
+            if self._stored_at < asked:
+                self._end(ServerDied(f"{server.endpoint.url}: hangs, gave nothing for {time.monotonic() - sent:.0f} s"))
+                await asyncio.sleep(0)  # here this request is taken back, like all others
+        except SlipstreamError:
+            return  # it answers, or its end is noticed elsewhere
 
     def _end(self, death: ServerDied) -> None:
         """Gives the servers up and takes back what they had."""
