@@ -30,7 +30,7 @@ from slipstream.chat import Refused, Server, Unreachable
 from slipstream.concurrent import run_async, run_workers
 from slipstream.config import FeaturesConfig
 from slipstream.errors import ServerError, SlipstreamError, TransientError
-from slipstream.features.disk import Disk, DiskFull, is_full
+from slipstream.features.disk import Disk, DiskFull, NoRoom, is_full
 from slipstream.features.extraction import ExtractionServer, NoFile
 from slipstream.features.lease import Lease, Lend
 from slipstream.features.pool import FeaturePool
@@ -200,14 +200,18 @@ class _Capture:
         """Captures one row, or finds that it is lost or a suspect."""
         tokens = len(self._rows[number])
         size = tokens * (self._pool.form.bytes_per_token + 8) + HEADER_BYTES
+        met_full = False
         while True:
             try:
                 async with self._disk.room(size):
-                    await self._fleet.send(partial(self._ask, number), self._config.max_attempts, lambda _: tokens)
+                    if not (met_full and await self._is_stored(number)):
+                        await self._fleet.send(partial(self._ask, number), self._config.max_attempts, lambda _: tokens)
+            except NoRoom:
+                raise
             except DiskFull:
                 self._disk.met_full()
-                if not await self._is_stored(number):
-                    continue
+                met_full = True
+                continue
             except _Suspect:
                 if not alone:
                     self._suspect(number)
@@ -311,7 +315,7 @@ class _Capture:
             return await found is not None
         except Exception as error:
             if is_full(error):
-                return False
+                raise DiskFull(str(error)) from error
             raise
 
     async def _admit(self, server: Server) -> None:

@@ -27,6 +27,10 @@ class DiskFull(SlipstreamError):
     """A write met a full disk, here or at the server."""
 
 
+class NoRoom(TransientError):
+    """There was no room for longer than the patience; nothing that was captured is lost."""
+
+
 def is_full(error: BaseException) -> bool:
     """Whether this error is a full disk or quota."""
     if isinstance(error, sqlite3.Error):
@@ -71,7 +75,7 @@ class Disk:
     async def room(self, size: int) -> AsyncIterator[None]:
         """Room for a sample of `size` bytes, kept until the block ends; waits for it.
 
-        Raises TransientError when there is none for longer than the patience.
+        Raises NoRoom when there is none for longer than the patience.
         """
         await self.wait(size)
         self._in_flight += size
@@ -81,7 +85,7 @@ class Disk:
             self._in_flight -= size
 
     async def wait(self, size: int = 0) -> None:
-        """Returns when `size` more bytes have room; raises TransientError when that takes too long."""
+        """Returns when `size` more bytes have room; raises NoRoom when that takes too long."""
         if self.shortage(size) is None:
             return
         since = None
@@ -97,7 +101,7 @@ class Disk:
                     since = now
                 began = min(moment for moment in (since, self._full_since, now) if moment is not None)
                 if now - began > self._patience_s:
-                    raise TransientError(self._sentence(shortage))
+                    raise NoRoom(self._sentence(shortage))
                 self.waiting = shortage
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:

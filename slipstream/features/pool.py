@@ -28,6 +28,7 @@ import xxhash
 from slipstream import atomic
 from slipstream.artifact import FileRecord
 from slipstream.digest import digest_tokens
+from slipstream.features.extraction import process_name
 from slipstream.features.sample import BadSample, Form, SampleInfo, check
 
 TABLE = "files"
@@ -65,6 +66,7 @@ class FeaturePool:
         self.folder = workdir / "pool" / "features" / recipe
         self.folder.mkdir(parents=True, exist_ok=True)
         self.form = form
+        self._copies = self.folder.parent / "incoming" / f"{process_name()}-copies"
         self._boot = _boot()
         self._lock = threading.Lock()
         self._db = sqlite3.connect(
@@ -77,6 +79,8 @@ class FeaturePool:
     def close(self) -> None:
         """Ends the connection to the index."""
         self._db.close()
+        with suppress(OSError):  # not there, or another pool of this process has a copy in it
+            self._copies.rmdir()
 
     def path(self, key: str) -> Path:
         """Where the sample of this key lies or will lie."""
@@ -113,9 +117,20 @@ class FeaturePool:
             except OSError as error:
                 if error.errno != errno.EXDEV:
                     raise
-                atomic.write_bytes(path, data)  # the server writes on another file system
+                self._copy(data, path)  # the server writes on another file system
                 captured.unlink()
         return self._record(key, info)
+
+    def _copy(self, data: Any, path: Path) -> None:
+        """Writes `data` to `path` through a folder of this process, which `servers.sweep` clears after a kill."""
+        copy = self._copies / f"{threading.get_ident()}-{path.name}"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            copy.write_bytes(data)
+            os.replace(copy, path)
+        except BaseException:
+            copy.unlink(missing_ok=True)
+            raise
 
     def sync(self, keys: Sequence[str]) -> int:
         """Forces these samples' bytes and names to the disk, as far as that was not done; returns how many."""

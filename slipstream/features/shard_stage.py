@@ -19,7 +19,7 @@ from slipstream.artifact import Artifact, FileRecord, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.errors import StageFailed
-from slipstream.features import capture, disk, index
+from slipstream.features import capture, disk, index, servers
 from slipstream.features.index import Entry
 from slipstream.features.lease import Lend
 from slipstream.features.recipe import open_pool, recipe
@@ -55,6 +55,7 @@ def capture_shard(
         if (done := folder.complete()) is not None:
             return done
         folder.reopen()
+        servers.sweep(workdir)
         with closing(open_pool(workdir, config)) as pool:
             missing = {row.key: row for row in rows if pool.find(row.token_ids) is None}
             outcome = capture.Outcome()
