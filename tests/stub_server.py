@@ -383,12 +383,17 @@ class StubServer(LoopbackServer):
         def finish() -> None:
             if capture.failed:
                 return
-            if capture.data is not None:
-                path.write_bytes(capture.data)
-                return
-            held = tokens if capture.tokens is None else capture.tokens
-            states = states_of(held, self.layers, self.hidden) if capture.states is None else capture.states
-            path.write_bytes(save({"hidden_states": states, "token_ids": np.asarray(held, dtype=np.int64)}))
+            data = capture.data
+            if data is None:
+                held = tokens if capture.tokens is None else capture.tokens
+                states = states_of(held, self.layers, self.hidden) if capture.states is None else capture.states
+                data = save({"hidden_states": states, "token_ids": np.asarray(held, dtype=np.int64)})
+            temporary = path.with_name(path.name + ".tmp")
+            try:
+                temporary.write_bytes(data)
+                temporary.replace(path)
+            except OSError:  # a full disk; vLLM's writer thread logs it, and the answer was sent before
+                temporary.unlink(missing_ok=True)
 
         async def finish_later() -> None:
             with lock:

@@ -166,6 +166,7 @@ class _Capture:
                 watch = asyncio.ensure_future(self._watch())
                 stack.callback(watch.cancel)
                 await self._capture(len(servers) * self._config.concurrency)
+                await asyncio.gather(*(server.settle() for server in servers))
         except TransientError as error:
             if lease.owned and error is self._fleet.lost:
                 raise ServerDied(str(error)) from error
@@ -248,8 +249,10 @@ class _Capture:
         try:
             async with server.sample(token_ids, self._config.request_timeout_s) as written:
                 await self._store(token_ids, written.path)
-        except Unreachable:
+        except Unreachable as error:
             await self._acquit(number, server)
+            if self._disk.shortage() is not None:  # a server without room for its lock file answers 500
+                raise DiskFull(str(error)) from error
             raise
         except (BadSample, NoFile) as error:
             if self._disk.shortage() is not None:  # half a file, or none

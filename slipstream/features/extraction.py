@@ -35,6 +35,7 @@ from slipstream.serving import Endpoint
 FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.05  # files mostly come within milliseconds; 64 that do not cost 1 % of a CPU
 IDLE_S = 0.1  # an idle engine that has not written a file by then is asked for a step
 FLUSH_EVERY_S = 2.0
+SETTLE_S = 1.0
 DEAD_ENGINE = 503  # vLLM's /health when the engine died and the API server has not ended yet
 _numbers = itertools.count()
 
@@ -104,6 +105,13 @@ class ExtractionServer(Server):
         except (aiohttp.ClientError, TimeoutError, OSError):
             return None
 
+    async def settle(self) -> None:
+        """Waits a moment for what flushes made the server write, so that `close` leaves nothing behind."""
+        until = time.monotonic() + SETTLE_S
+        while self._strays and time.monotonic() < until:
+            await asyncio.sleep(LAST_LOOK_S)
+            self._clear_strays()
+
     def close(self) -> None:
         """Removes what flushes made the server write."""
         if self._flush is not None:
@@ -172,7 +180,7 @@ class ExtractionServer(Server):
 
     def _clear_strays(self) -> None:
         for path in list(self._strays):
-            if path.exists() and not _Lock.of(path).held:
+            if (lock := _Lock.of(path)).free or (path.exists() and not lock.held):
                 _remove(path)
                 self._strays.discard(path)
 
