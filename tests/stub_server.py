@@ -136,6 +136,21 @@ def states_of(tokens: Sequence[int], layers: int, hidden: int) -> np.ndarray:
     return (token + layer + np.arange(hidden, dtype=np.float32)[None, None, :] / 64).astype(np.float32)
 
 
+def as_native(states: np.ndarray, token_ids: np.ndarray) -> bytes:
+    """A file of vLLM's connector."""
+    return save({"hidden_states": states, "token_ids": token_ids})
+
+
+def as_fp8(states: np.ndarray, token_ids: np.ndarray) -> bytes:
+    """A file of hs-connectors' fp8 connector."""
+    import torch
+    from hs_connectors.fp8_utils import SCALES_KEY, quantize_tensor_to_fp8
+    from safetensors.torch import save as save_torch
+
+    codes, scales = quantize_tensor_to_fp8(torch.from_numpy(states))
+    return save_torch({"hidden_states": codes, SCALES_KEY: scales, "token_ids": torch.from_numpy(token_ids)})
+
+
 def completion(reply: Reply) -> dict[str, Any]:
     """A chat completion as vLLM words it."""
     prompt, output = list(reply.prompt_ids or ()), list(reply.output_ids or ())
@@ -294,6 +309,7 @@ class StubServer(LoopbackServer):
     def __init__(self, layers: int = 4, hidden: int = 8, max_model_len: int = 4096, port: int = 0) -> None:
         super().__init__(port, max_model_len)
         self.layers, self.hidden = layers, hidden
+        self.fp8 = False  # writes files of hs-connectors' fp8 connector
         self.strict_context = False
         self.max_concurrent: int | None = None
         self.peak = 0
@@ -387,7 +403,8 @@ class StubServer(LoopbackServer):
             if data is None:
                 held = tokens if capture.tokens is None else capture.tokens
                 states = states_of(held, self.layers, self.hidden) if capture.states is None else capture.states
-                data = save({"hidden_states": states, "token_ids": np.asarray(held, dtype=np.int64)})
+                token_ids = np.asarray(held, dtype=np.int64)
+                data = as_fp8(states, token_ids) if self.fp8 else as_native(states, token_ids)
             temporary = path.with_name(path.name + ".tmp")
             try:
                 temporary.write_bytes(data)

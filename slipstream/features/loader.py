@@ -27,12 +27,13 @@ from slipstream.features.layout import Tensor, tensors
 from slipstream.features.sample import CODES, FP8, SCALES
 from slipstream.features.sample_memory import SampleMemory
 
+TOKENS_AT_ONCE = 16  # dequantised while they are in the core's cache
 DTYPES = {kind.safetensors: name for name, kind in CODES.items()}
 
 
 def is_checked(row: int, share: float) -> bool:
     """Whether the checksum of this row is compared: decided by a hash of the row alone, so the same in every epoch."""
-    return xxhash.xxh3_64_intdigest(row.to_bytes(8, "little")) < share * 2.0**64
+    return xxhash.xxh3_64_intdigest(int(row).to_bytes(8, "little")) < share * 2.0**64
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,27 @@ class StoreTransfer(HiddenStatesTransfer):
 
     def _states(self, held: dict[str, Tensor]) -> torch.Tensor:
         states = held["hidden_states"]
-        values = _as_tensor(states, getattr(torch, DTYPES[states.dtype]))
         if DTYPES[states.dtype] != FP8:
-            return values
-        scales = _as_tensor(held[SCALES], torch.float32)
-        return values.to(self._dtype).mul_(scales.to(self._dtype))  # hs_connectors.fp8_utils, without its second copy
+            return _as_tensor(states, getattr(torch, DTYPES[states.dtype]))
+        return self._dequantised(states, _as_tensor(held[SCALES], torch.float32))
+
+    def _dequantised(self, states: Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """code * scale, both in the compute dtype, as hs_connectors.fp8_utils does it.
+
+        Codes are looked up in a table of the 256 values: torch's own conversion takes 2.6 times as long (291 against
+        112 ms of CPU for 1,024 tokens of 4 x 7168).
+        """
+        table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(self._dtype)
+        bits = {2: torch.int16, 4: torch.int32}[self._dtype.itemsize]
+        memory = self._memory.take(states.data.size * self._dtype.itemsize)
+        values = torch.from_numpy(memory).view(self._dtype).reshape(states.shape)
+        values_bits, table_bits = values.view(bits).numpy(), table.view(bits).numpy()
+        codes, factors = states.data.reshape(states.shape), scales.to(self._dtype)
+        for start in range(0, len(codes), TOKENS_AT_ONCE):
+            part = slice(start, start + TOKENS_AT_ONCE)
+            np.take(table_bits, codes[part], out=values_bits[part], mode="clip")
+            values[part] *= factors[part]
+        return values
 
 
 def _as_tensor(held: Tensor, dtype: torch.dtype) -> torch.Tensor:
