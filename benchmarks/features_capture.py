@@ -312,7 +312,7 @@ def measure(root: Path, tokens: int, rounds: int, store: str) -> dict[str, Any]:
     times: dict[str, list[float]] = {"prefill": [], "connector": [], "capture": [], "speculators": []}
     syncs: dict[str, list[float]] = {name: [] for name in times if name != "prefill"}
     with ExitStack() as stack:
-        extraction = serving.extraction_server([*LAYER_IDS, SLICE["num_hidden_layers"]], storage)  # type: ignore[list-item]
+        extraction = serving.extraction_server([*LAYER_IDS, SLICE["num_hidden_layers"]], storage, store == "fp8")  # type: ignore[list-item]
         started = time.monotonic()
         plain, extracting = (
             stack.enter_context(

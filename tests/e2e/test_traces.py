@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
@@ -204,16 +205,35 @@ def test_rows_rebuilt_from_text_are_the_servers(base: RunConfig, endpoint: Endpo
     assert asyncio.run(compare()) == [True] * 12
 
 
+def filling(tokenizer: Any, count: int) -> tuple[int, str]:
+    """A prompt that repeats itself `count` times, after its length in tokens."""
+    text = "1 + 2 = 3, " * count
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+    )
+    return len(ids), text
+
+
+def answers_of(workdir: Path) -> list[tuple[Any, ...]]:
+    """All answers of a work directory, also rejected ones: key, turn, token ids, whether they were not to think."""
+    [ledger] = (workdir / "pool" / "traces").glob("*/rows.sqlite3")
+    columns = "key, turn, prompt_ids, output_ids, rest LIKE '%\"thinking\":false%'"
+    with closing(sqlite3.connect(ledger)) as db:
+        return db.execute(f"SELECT {columns} FROM rows ORDER BY key, turn").fetchall()
+
+
 def test_states_taken_while_generating_are_those_of_a_prefill(
-    base: RunConfig, endpoint: Endpoint, tmp_path: Path
+    base: RunConfig, endpoint: Endpoint, tokenizer: Any, tmp_path: Path
 ) -> None:
     """An extraction server gives the traces of a plain one, token for token, and with them the states of a prefill."""
-    first, second, *plain = tasks(22, seed=11)
+    first, second, *plain = tasks(28, seed=11)
     talk = {
         "messages": [{"role": "user", "content": first}, {"role": "assistant"}, {"role": "user", "content": second}]
     }
-    rows = [{"prompt": text} for text in plain] + [talk, {"prompt": second, "tools": [TOOL]}]
-    asked = {"sampling": [{"weight": 0.7}, {"weight": 0.3, "thinking": False}], "max_truncated_share": 1.0}
+    full = max((filling(tokenizer, count) for count in range(100)), key=lambda entry: entry[0] * (entry[0] < 508))
+    assert 480 < full[0] < 508  # the answer ends with the context of 512
+    rows = [{"prompt": text} for text in [*plain, full[1]]] + [talk, {"prompt": second, "tools": [TOOL]}]
+    asked = {"sampling": [{"weight": 0.8}, {"weight": 0.2, "thinking": False}], "max_truncated_share": 1.0}
     _, reference = make(base, endpoint, tmp_path / "two", rows, **asked)
 
     given = configured(base, tmp_path / "one", rows, **asked)
@@ -233,10 +253,13 @@ def test_states_taken_while_generating_are_those_of_a_prefill(
 
     assert traces.key == reference.key
     assert (traces.folder / "traces.parquet").read_bytes() == (reference.folder / "traces.parquet").read_bytes()
+    answers = answers_of(tmp_path / "one" / "work")
+    assert answers == answers_of(tmp_path / "two" / "work")
+    assert {bool(no_thinking) for *_, no_thinking in answers} == {True, False}
+    assert {turn for _, turn, *_ in answers} == {0, 1}
     found = rows_of(traces)
     assert len(found) >= 20
-    assert any('"thinking": false' in row["sampling"] for row in found)
-    assert any(row["turn"] == 1 for row in found)
+    assert max(len(row["input_ids"]) for row in found) == 512
 
     told = traces.manifest().work["states"]
     wanted = {row.key: row.token_ids for row in read_rows(config, traces)}
