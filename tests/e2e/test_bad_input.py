@@ -26,6 +26,15 @@ CASES = {
         {"servers__device": "cuda", "servers__gpus": 64, "servers__start_ahead": False},
         ["64 GPUs needed"],
     ),
+    "no GPU left for a stream": (
+        {
+            "features__store": "none",
+            "servers__device": "cuda",
+            "servers__start_ahead": False,
+            "drafter__devices": [0],
+        },
+        ["features.store none", "drafter.devices [0]", "servers.tensor_parallel"],
+    ),
     "ahead on a GPU": ({"servers__device": "cuda"}, ["start_ahead", "device cpu"]),
 }
 
