@@ -38,9 +38,11 @@ from slipstream.features.sample import BadSample
 from slipstream.progress import Progress, Report
 from slipstream.traces.fleet import Fleet, sailing
 
+INGEST_THREADS = min(16, max(2, (os.cpu_count() or 1) // 2))  # one checks 1.5 to 3 GB/s
 WATCH_EVERY_S = 0.2
 TELL_EVERY_S = 1.0
 OWN_PATIENCE_S = 30.0  # a server of ours that nobody reaches for so long is dead, whatever its process says
+AWAITED = 2  # times `concurrency`: as many samples as wait for an answer may wait for their file or be checked
 HEADER_BYTES = 1024  # of a sample's file, at most
 
 
@@ -113,7 +115,7 @@ class _Capture:
 
     def run(self, lend: Lend) -> Outcome:
         """Goes on from server to server until no row is left."""
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "features-ingest") as self._threads:
+        with ThreadPoolExecutor(INGEST_THREADS, "features-ingest") as self._threads:
             while self._left:
                 entered = False
                 try:
@@ -158,14 +160,18 @@ class _Capture:
         try:
             async with AsyncExitStack() as stack:
                 session = await stack.enter_async_context(chat.session(self._config.request_timeout_s))
-                servers = [ExtractionServer(endpoint, session, lease.storage) for endpoint in lease.endpoints]
+                servers = [
+                    ExtractionServer(endpoint, session, lease.storage, self._config.concurrency)
+                    for endpoint in lease.endpoints
+                ]
                 for server in servers:
                     stack.callback(server.close)
-                fleet = sailing(servers, self._config.concurrency, patience, self._admit)
+                in_flight = AWAITED * self._config.concurrency
+                fleet = sailing(servers, in_flight, patience, self._admit)
                 self._fleet = await stack.enter_async_context(fleet)
                 watch = asyncio.ensure_future(self._watch())
                 stack.callback(watch.cancel)
-                await self._capture(len(servers) * self._config.concurrency)
+                await self._capture(len(servers) * in_flight)
                 await asyncio.gather(*(server.settle() for server in servers))
         except TransientError as error:
             if lease.owned and error is self._fleet.lost:

@@ -53,10 +53,16 @@ class Written:
 
 
 class ExtractionServer(Server):
-    """A server that writes hidden states into `storage`; a path that it names is used only inside that folder."""
+    """A server that writes hidden states into `storage`; a path that it names is used only inside that folder.
 
-    def __init__(self, endpoint: Endpoint, session: aiohttp.ClientSession, storage: Path) -> None:
+    At most `concurrency` requests wait for an answer at a time; how many files are awaited is the caller's affair.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, session: aiohttp.ClientSession, storage: Path, concurrency: int = 1 << 16
+    ) -> None:
         super().__init__(endpoint, session)
+        self._slots = asyncio.Semaphore(concurrency)
         self._storage = Path(os.path.realpath(storage))
         self._asking = 0  # requests without an answer yet
         self._answers = 0
@@ -122,7 +128,8 @@ class ExtractionServer(Server):
         body = {"model": self.endpoint.model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0, **fields}
         self._asking += 1
         try:
-            return await self._post(f"{self.endpoint.url}/completions", body | {"request_id": request_name()})
+            async with self._slots:
+                return await self._post(f"{self.endpoint.url}/completions", body | {"request_id": request_name()})
         finally:
             self._asking -= 1
             self._answers += 1

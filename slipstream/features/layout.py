@@ -20,11 +20,12 @@ WIDTHS = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8}
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file: safetensors' type name, its shape, its bytes (uint8, a view)."""
+    """One tensor of a file: safetensors' type name, its shape, its bytes (uint8, a view), where they start."""
 
     dtype: str
     shape: tuple[int, ...]
     data: np.ndarray
+    start: int
 
 
 def tensors(data: Any) -> dict[str, Tensor]:
@@ -38,17 +39,18 @@ def tensors(data: Any) -> dict[str, Tensor]:
     header = json.loads(raw[8 : 8 + length].tobytes())
     if not isinstance(header, dict):
         raise ValueError("the header is not a JSON object")
-    body = raw[8 + length :]
-    found = {name: _tensor(name, entry, body) for name, entry in header.items() if name != "__metadata__"}
+    offset = 8 + length
+    body = raw[offset:]
+    found = {name: _tensor(name, entry, body, offset) for name, entry in header.items() if name != "__metadata__"}
     if sum(len(tensor.data) for tensor in found.values()) != len(body):
         raise ValueError("truncated or overlong: the tensors do not fill the file")
     return found
 
 
-def _tensor(name: str, entry: Any, body: np.ndarray) -> Tensor:
+def _tensor(name: str, entry: Any, body: np.ndarray, offset: int) -> Tensor:
     dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if dtype not in WIDTHS:
         raise ValueError(f"{name} has type {dtype}")
     if not 0 <= start <= stop <= len(body) or stop - start != WIDTHS[dtype] * math.prod(shape):
         raise ValueError(f"truncated or inconsistent: {name} of shape {list(shape)} at bytes {start} to {stop}")
-    return Tensor(dtype, shape, body[start:stop])
+    return Tensor(dtype, shape, body[start:stop], offset + start)

@@ -29,7 +29,7 @@ from slipstream import atomic
 from slipstream.artifact import FileRecord
 from slipstream.digest import digest_tokens
 from slipstream.features.extraction import process_name
-from slipstream.features.sample import BadSample, Form, SampleInfo, check
+from slipstream.features.sample import BadSample, Form, SampleInfo, examine
 
 TABLE = "files"
 COLUMNS = (
@@ -110,7 +110,7 @@ class FeaturePool:
         key = digest_tokens(token_ids)
         path = self.path(key)
         with mapped(captured) as data:
-            info = self._examine(token_ids, data)
+            info = examine(data, token_ids, self.form)
             path.parent.mkdir(exist_ok=True)
             try:
                 os.replace(captured, path)
@@ -150,15 +150,10 @@ class FeaturePool:
         row = self._db.execute(f"SELECT boot FROM {TABLE} WHERE key = ?", (key,)).fetchone()
         return row is not None and row[0] is not None
 
-    def _examine(self, token_ids: Sequence[int], data: Any) -> SampleInfo:
-        span = check(data, token_ids, self.form)
-        file = FileRecord(size=len(data), checksum=xxhash.xxh3_128(data).hexdigest())
-        return SampleInfo(file, len(token_ids), *span)
-
     def _adopt(self, key: str, token_ids: Sequence[int]) -> SampleInfo | None:
         try:
             with mapped(self.path(key)) as data:
-                info = self._examine(token_ids, data)
+                info = examine(data, token_ids, self.form)
         except BadSample:
             return None
         return self._record(key, info)

@@ -10,18 +10,20 @@ hold one factor a token: state = code * scale.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from slipstream.artifact import FileRecord
 from slipstream.features.layout import Tensor, tensors
 
 FP8 = "float8_e4m3fn"
 SCALES = "hidden_states_scales"
+PIECE_BYTES = 1 << 20  # stays in the core's cache
 
 
 class BadSample(ValueError):
@@ -75,13 +77,24 @@ def check(data: Any, token_ids: Sequence[int], form: Form) -> tuple[float, float
     """Smallest and largest value of the sample in `data` (any buffer).
 
     Raises BadSample: not safetensors, other tokens than `token_ids`, another shape or type than `form`'s, NaN or
-    infinity (names the layer), rows of zeros.  Two passes over the bit patterns with SIMD maxima, about 5 GB/s a
-    thread, where isfinite and aminmax together reach 0.2.
+    infinity (names the layer), rows of zeros.
     """
     held = _parts(data, token_ids, form)
+    return _range(held, form)
+
+
+def examine(data: Any, token_ids: Sequence[int], form: Form) -> SampleInfo:
+    """`check`, and size and XXH3-128 of the whole file, in one pass over the memory.
+
+    Every piece is hashed and searched while it is in the core's cache: twice as fast as one after the other.
+    """
+    raw = np.frombuffer(data, dtype=np.uint8)
+    held = _parts(raw, token_ids, form)
     states = held["hidden_states"]
-    scales = _scales(held, len(token_ids)) if form.dtype == FP8 else None
-    return _range(states.data, form, scales)
+    hasher = xxhash.xxh3_128(raw[: states.start].data)
+    span = _range(held, form, hasher.update)
+    hasher.update(raw[states.start + len(states.data) :].data)
+    return SampleInfo(FileRecord(size=len(raw), checksum=hasher.hexdigest()), len(token_ids), *span)
 
 
 def token_ids_of(data: Any) -> list[int]:
@@ -130,11 +143,27 @@ def _scales(held: dict[str, Tensor], tokens: int) -> np.ndarray:
     return scales
 
 
-def _range(data: np.ndarray, form: Form, scales: np.ndarray | None) -> tuple[float, float]:
-    kind = CODES[form.dtype]
-    rows: np.ndarray = data.view(kind.unsigned).reshape(-1, form.hidden)
+def _range(
+    held: dict[str, Tensor], form: Form, seen: Callable[[memoryview], None] = lambda piece: None
+) -> tuple[float, float]:
+    """Smallest and largest value; `seen` gets the states' rows piece by piece, in order.
+
+    Two maxima of the bit patterns say everything: SIMD, about 10 GB/s each, where isfinite and aminmax together reach
+    0.2.
+    """
+    kind, states = CODES[form.dtype], held["hidden_states"]
+    scales = _scales(held, states.shape[0]) if form.dtype == FP8 else None
+    rows: np.ndarray = states.data.view(kind.unsigned).reshape(-1, form.hidden)
     sign = 1 << (8 * np.dtype(kind.unsigned).itemsize - 1)
-    highest, raised = rows.max(axis=1).astype(np.int64), rows.view(kind.signed).max(axis=1).astype(np.int64)
+    highest: np.ndarray = np.empty(len(rows), kind.unsigned)
+    raised: np.ndarray = np.empty(len(rows), kind.signed)
+    step = max(1, PIECE_BYTES // max(1, rows[:1].nbytes))
+    for start in range(0, len(rows), step):
+        piece = rows[start : start + step]
+        seen(piece.data)
+        piece.max(axis=1, out=highest[start : start + step])
+        piece.view(kind.signed).max(axis=1, out=raised[start : start + step])
+    highest, raised = highest.astype(np.int64), raised.astype(np.int64)
     below = np.where(highest >= sign, highest - sign, -1)  # magnitude of the lowest negative value, -1 for none
     above = np.where(raised >= 0, raised, -1)  # magnitude of the highest positive value, -1 for none
     magnitude = np.maximum(below, above)

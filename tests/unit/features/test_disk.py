@@ -129,7 +129,7 @@ def test_after_the_patience_one_sentence_and_nothing_is_lost(
 
     stub.on_capture(decide)
     with pytest.raises(TransientError) as raised:
-        run(disk_patience_s=0.3)
+        run(disk_patience_s=0.3, concurrency=2)
     assert raised.value.transient
     for part in (str(pool.folder), "0.25 GiB free", "2 needed", "disk_reserve_gib 2", "is kept"):
         assert part in str(raised.value)
