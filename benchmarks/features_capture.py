@@ -225,9 +225,16 @@ def sync(paths: Sequence[Path]) -> float:
 
 
 def capture(config: RunConfig, traces: Artifact, lease: Lease) -> tuple[float, float]:
-    """Seconds of the shard stage without its sync, and of the sync."""
+    """Seconds of the shard stage without its sync, and of the sync; prints what its parts took."""
     synced: list[float] = []
-    plain = FeaturePool.sync
+    added: list[tuple[float, float]] = []
+    plain, add = FeaturePool.sync, FeaturePool.add
+
+    def watched(pool: FeaturePool, token_ids: Sequence[int], captured: Path) -> Any:
+        began = time.monotonic()
+        info = add(pool, token_ids, captured)
+        added.append((began, time.monotonic()))
+        return info
 
     def timed(pool: FeaturePool, keys: Sequence[str]) -> int:
         started = time.monotonic()
@@ -239,16 +246,22 @@ def capture(config: RunConfig, traces: Artifact, lease: Lease) -> tuple[float, f
     def lend() -> Iterator[Lease]:
         yield lease
 
-    FeaturePool.sync = timed  # type: ignore[method-assign]
+    FeaturePool.sync, FeaturePool.add = timed, watched  # type: ignore[method-assign]
     try:
         started = time.monotonic()
         [shard] = plan_shards(config, traces)
         made = shard_stage.capture_shard(config.root, config, traces, shard, lend, silent)
         seconds = time.monotonic() - started
     finally:
-        FeaturePool.sync = plain  # type: ignore[method-assign]
+        FeaturePool.sync, FeaturePool.add = plain, add  # type: ignore[method-assign]
     counts = made.manifest().counts
     assert counts["lost"] == 0, counts
+    each = statistics.mean(end - began for began, end in added)
+    print(
+        f"capture: first sample after {added[0][0] - started:.2f} s, last stored after {added[-1][1] - started:.2f} s, "
+        f"done after {seconds:.2f} s ({sum(synced):.2f} s of it sync), {each * 1e3:.0f} ms to check and store one",
+        flush=True,
+    )
     return seconds - sum(synced), sum(synced)
 
 
