@@ -239,7 +239,7 @@ def request_name() -> str:
     return f"slipstream-{process_name()}-{next(_numbers)}"
 
 
-OURS = re.compile(r"^(?:chat)?cmpl-slipstream-(?P<process>.+?-\d+)-\d+-")
+OURS = re.compile(r"^(?:chat)?cmpl-slipstream-(?P<process>.+?-\d+)-\d+[-.]")
 
 
 def sweep(storage: Path) -> int:

@@ -18,7 +18,7 @@ from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
 from slipstream.digest import digest_tokens
 from slipstream.errors import InputError
-from slipstream.features import servers, shard_stage, while_generating
+from slipstream.features import extraction, servers, shard_stage, while_generating
 from slipstream.features.lease import Lease
 from slipstream.features.pool import FeaturePool
 from slipstream.features.recipe import open_pool
@@ -341,3 +341,24 @@ def test_servers_that_also_generate_end_where_a_plain_one_does(run: Runner, tmp_
         for mode in (True, False)
     }
     assert (spare[True].spare_tokens, spare[False].spare_tokens) == (0, 1)
+
+
+def test_what_a_killed_run_never_fetched_is_swept_alone(tmp_path: Path) -> None:
+    """vLLM names files after the request: `chatcmpl-<request_id>`, newer ones with an index and a suffix."""
+    alive, host = extraction.request_name(), extraction.process_name().rpartition("-")[0]
+    dead = f"slipstream-{host}-{2**22 + 1}-7"  # above the kernel's largest process id
+    swept = [
+        f"chatcmpl-{dead}.safetensors",
+        f"chatcmpl-{dead}-a2d827a6.safetensors",
+        f"cmpl-{dead}-0-a2d827a6.safetensors",
+    ]
+    kept = [
+        f"chatcmpl-{alive}.safetensors",
+        "chatcmpl-8c80-a2d827a6.safetensors",
+        f"chatcmpl-slipstream-elsewhere-{2**22 + 1}-7.safetensors",
+    ]
+    for name in (*swept, *kept):
+        (tmp_path / name).touch()
+        (tmp_path / f"{name}.lock").touch()
+    extraction.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, *(f"{name}.lock" for name in kept)])
