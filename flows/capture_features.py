@@ -7,7 +7,7 @@ from prefect.runtime import flow_run
 
 from slipstream.artifact import Artifact
 from slipstream.config import FeaturesConfig, RunConfig
-from tasks.features import assemble_features, capture_shard, find_traces, plan_features
+from tasks.features import assemble_features, capture_shard, find_traces, layer_reference, plan_features
 from tasks.runners import shard_runner
 
 
@@ -40,8 +40,13 @@ def capture_features(
     config = config.model_copy(update={"features": features or config.features})
     source = find_traces(config, traces)
     planned = plan_features(config, source)
-    shards = [part.shard for part in planned.shards]
+    shards, layers = [part.shard for part in planned.shards], layer_reference(config)
     with shard_runner(config) as runner:
-        arguments = {"config": unmapped(config), "traces": unmapped(source), "shard": shards}
+        arguments = {
+            "config": unmapped(config),
+            "traces": unmapped(source),
+            "shard": shards,
+            "layers": unmapped(layers),
+        }
         captured = runner.map(capture_shard, arguments).result() if shards else []
     return assemble_features(config, source, captured), captured

@@ -13,6 +13,7 @@ from slipstream.config import RunConfig
 from slipstream.plan import preflight
 from tasks.acceptance import measure_acceptance
 from tasks.drafter import train
+from tasks.features import begin_reference
 from tasks.prompts import split_prompts
 from tasks.report import write_report
 from tasks.traces import generate_traces
@@ -42,6 +43,7 @@ def train_drafter(config: RunConfig) -> None:
     preflight(config)
     with servers_ahead.closing():
         prompts = split_prompts(config)
+        begin_reference(config)
         traces = generate_traces(config, prompts)
         features, shards = capture_features(config, traces.path)
         vocabulary = choose_vocabulary(config, traces)

@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
-from slipstream.features import servers, shard_stage, source, store
+from slipstream.features import reference, servers, shard_stage, source, store
 from slipstream.features.plan import CapturePlan, Load, plan_capture
 from slipstream.features.shards import Shard
 from tasks.progress import duration, reporting
@@ -57,17 +57,36 @@ def _summary(planned: CapturePlan) -> str:
     )
 
 
+@task(name="capture-reference", **options(reference.STAGE, lambda i: reference.key(i["config"])))
+def capture_reference(config: RunConfig) -> Artifact:
+    """A few short sequences at every layer: what the shards' layers are compared with."""
+    artifact = reference.run(config.root, config, lambda: reference.serve(config.root, config), wait_logger())
+    return show(artifact, "feature-reference", "Layer reference")
+
+
+def begin_reference(config: RunConfig) -> None:
+    """Begins the layer reference beside what comes next, on a host with room for several servers."""
+    if reference.wanted(config) and config.servers.start_ahead:
+        capture_reference.submit(config)
+
+
+def layer_reference(config: RunConfig) -> Artifact | None:
+    """The layer reference, captured now unless it is there or begun; None when none is wanted."""
+    return capture_reference(config) if reference.wanted(config) else None
+
+
 @task(
     name="capture-shard",
     task_run_name="capture-shard-{shard.index}",
     **options(shard_stage.STAGE, lambda i: shard_stage.shard_key(i["config"], i["traces"], i["shard"])),
 )
-def capture_shard(config: RunConfig, traces: Artifact, shard: Shard) -> Artifact:
-    """The hidden states of one row range, in the pool."""
-    with reporting(f"features-shard-{shard.index}-progress", f"Features, shard {shard.index}") as report:
-        return shard_stage.capture_shard(
-            config.root, config, traces, shard, lambda: servers.lend(config.root, config), report
-        )
+def capture_shard(config: RunConfig, traces: Artifact, shard: Shard, layers: Artifact | None = None) -> Artifact:
+    """The hidden states of one row range, in the pool; some of them probed, `layers` being the layer reference."""
+    with (
+        reporting(f"features-shard-{shard.index}-progress", f"Features, shard {shard.index}") as report,
+        servers.lending(config.root, config) as lend,
+    ):
+        return shard_stage.capture_shard(config.root, config, traces, shard, lend, report, layers)
 
 
 @task(name="assemble-features", **options(store.STAGE, lambda i: store.key(i["config"], i["traces"])))

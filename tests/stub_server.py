@@ -105,6 +105,8 @@ class Capture:
     failed: bool = False  # the writer lets go of the lock without a file
     data: bytes | None = None  # the file's bytes, instead of a sample
     raw: tuple[str, bytes] | None = None
+    prompt_logprobs: Sequence[dict[int, float] | None] | None = None  # given to a request that asks for them
+    refuses_logprobs: bool = False  # such a request gets 400
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,20 @@ def as_fp8(states: np.ndarray, token_ids: np.ndarray) -> bytes:
 
     codes, scales = quantize_tensor_to_fp8(torch.from_numpy(states))
     return save_torch({"hidden_states": codes, SCALES_KEY: scales, "token_ids": torch.from_numpy(token_ids)})
+
+
+def logprobs_page(rows: Sequence[dict[int, float] | None] | None) -> list[dict[str, Any] | None] | None:
+    """`prompt_logprobs` as vLLM words them: null first, then an entry a token with its rank."""
+    if rows is None:
+        return None
+    page: list[dict[str, Any] | None] = []
+    for row in rows:
+        ranked = sorted(row.items(), key=lambda item: -item[1]) if row else []
+        entries = enumerate(ranked, 1)
+        page.append(
+            {str(t): {"logprob": v, "rank": i, "decoded_token": "x"} for i, (t, v) in entries} if ranked else None
+        )
+    return page
 
 
 def completion(reply: Reply) -> dict[str, Any]:
@@ -500,10 +516,14 @@ class StubServer(LoopbackServer):
             return page(capture.status, capture.raw[1], capture.raw[0])
         if capture.status != 200:
             return failed(capture.status)
+        if capture.refuses_logprobs and "prompt_logprobs" in body:
+            return failed(400, "prompt_logprobs are not supported here")
         if capture.write:
             self.write(capture, tokens, path)
         named = str(path) if capture.named is None else capture.named
-        choice = {"index": 0, "text": "x", "finish_reason": "length"}
+        choice: dict[str, Any] = {"index": 0, "text": "x", "finish_reason": "length"}
+        if "prompt_logprobs" in body:
+            choice["prompt_logprobs"] = logprobs_page(capture.prompt_logprobs)
         answer = {"id": path.stem, "object": "text_completion", "model": MODEL, "choices": [choice]}
         return as_json(answer | ({"kv_transfer_params": {"hidden_states_path": named}} if named else {}))
 

@@ -18,6 +18,7 @@ class Job(BaseModel):
 
     With `streaming` the states come from its servers, without it from the files of `features`: `checked_reads` is the
     share of them whose checksum is compared, `read_ahead` how many samples the disk reads ahead.
+    `final_state` is what the store says of its last state: before the final norm or after it (`features.recipe`).
     """
 
     model_config = ConfigDict(frozen=True)
@@ -31,6 +32,7 @@ class Job(BaseModel):
     vocab_size: int
     train_rows: int
     rows: int
+    final_state: str
     drafter: DrafterConfig
     checked_reads: float = 1.0
     read_ahead: int = 0

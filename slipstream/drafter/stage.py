@@ -29,7 +29,7 @@ from slipstream.errors import StageFailed, TransientError
 from slipstream.features import beside_training
 from slipstream.features.complete import require_complete
 from slipstream.features.lease import Lease
-from slipstream.features.recipe import form
+from slipstream.features.recipe import final_state_of, form
 from slipstream.features.stream import Streaming, StreamServer
 from slipstream.progress import Progress, Report
 
@@ -162,7 +162,8 @@ def _job(
     folder: Path, config: RunConfig, features: Artifact, vocabulary: Artifact, leases: Sequence[Lease] | None
 ) -> Job:
     shape = verifier.load_shape(config.verifier)
-    counts = features.manifest().counts
+    manifest = features.manifest()
+    counts = manifest.counts
     return Job(
         verifier=str(verifier.folder_of(config.verifier).absolute()),
         features=features.path,
@@ -174,6 +175,7 @@ def _job(
         vocab_size=shape.vocab_size,
         train_rows=counts["train"],
         rows=counts["rows"],
+        final_state=final_state_of(manifest.recipe, features.path),
         drafter=config.drafter,
         checked_reads=config.features.checked_reads,
         read_ahead=config.features.read_ahead,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slipstream import verifier
 from slipstream.config import RunConfig
 from slipstream.digest import digest
+from slipstream.errors import InputError
 from slipstream.features.pool import FeaturePool
 from slipstream.features.sample import FP8, Form
 from slipstream.traces import origin
 
 CONVENTION = "id k is the residual stream before layer k; the last id is the final state, before the final norm"
-PRE_NORM, POST_NORM = "before the final norm", "after the final norm"
+PRE_NORM, POST_NORM = "before the final norm", "after the final norm"  # what a recipe's `final_state` can be
 
 
 def store_dtype(config: RunConfig) -> str:
@@ -56,3 +58,14 @@ def form(config: RunConfig) -> Form:
 def open_pool(workdir: Path, config: RunConfig) -> FeaturePool:
     """The row pool of this configuration's recipe."""
     return FeaturePool(workdir, digest(recipe(config)), form(config))
+
+
+def final_state_of(made: Mapping[str, Any], store: str) -> str:
+    """PRE_NORM or POST_NORM, as the recipe of the store in folder `store` says; raises InputError for anything else."""
+    flag = made.get("final_state")
+    if flag not in (PRE_NORM, POST_NORM):
+        raise InputError(
+            f"{store}/manifest.json: final_state is {flag!r}, neither {PRE_NORM!r} nor {POST_NORM!r}, so nobody knows "
+            "whether training must still apply the verifier's norm; import or capture the store again"
+        )
+    return str(flag)

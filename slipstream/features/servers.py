@@ -2,7 +2,7 @@
 
 `shared(workdir, config)` opens a lane per replica; a lane's server starts when a shard first borrows it and
 stays for the next one, so all shards cost one start.  A lane whose shard met an error gets a fresh server.
-Outside `shared`, `lend` starts a server for the one shard that asked (a task on another host).
+Outside `shared`, `lending` starts a server for the one shard that asked (a task on another host).
 
 Endpoints that the user named make one lane together: a shard spreads over all of them, and shards take turns, so
 that each server has at most `features.concurrency` requests in flight.
@@ -20,7 +20,7 @@ from slipstream import serving, verifier
 from slipstream.config import RunConfig
 from slipstream.errors import InputError
 from slipstream.features import extraction
-from slipstream.features.lease import Lease
+from slipstream.features.lease import Lease, Lend
 from slipstream.features.rows import dropped_tokens
 
 
@@ -138,16 +138,21 @@ def shared(workdir: Path, config: RunConfig) -> Iterator[None]:
 
 
 @contextmanager
-def lend(workdir: Path, config: RunConfig) -> Iterator[Lease]:
-    """A server for one shard: a shared lane when there is one, else a server of its own."""
+def lending(workdir: Path, config: RunConfig) -> Iterator[Lend]:
+    """What one shard borrows from, as often as it needs: the shared lanes, else servers of its own for the block."""
     lanes = _shared.get(_name(workdir, config))
     if lanes is not None:
-        with lanes.borrow() as lease:
-            yield lease
+        yield lanes.borrow
         return
     own = Lanes(workdir, config)
     try:
-        with own.borrow() as lease:
-            yield lease
+        yield own.borrow
     finally:
         own.close()
+
+
+@contextmanager
+def lend(workdir: Path, config: RunConfig) -> Iterator[Lease]:
+    """A server for as long as the block lasts."""
+    with lending(workdir, config) as borrow, borrow() as lease:
+        yield lease

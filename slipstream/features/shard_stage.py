@@ -3,6 +3,7 @@
     feature-shards/<key>/
       index.parquet   one row a sample (columns: `index`)
       lost.jsonl      samples that could not be captured, with the reason
+      probe.json      what captured samples were compared with (`probe`); absent while all came from other shards
 
 Its manifest lists the samples' files where they lie, in the pool.
 """
@@ -19,7 +20,7 @@ from slipstream.artifact import Artifact, FileRecord, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.errors import StageFailed
-from slipstream.features import capture, disk, index, servers
+from slipstream.features import capture, disk, index, probe, servers
 from slipstream.features.index import Entry
 from slipstream.features.lease import Lend
 from slipstream.features.recipe import open_pool, recipe
@@ -42,11 +43,18 @@ def shard_key(config: RunConfig, traces: Artifact, shard: Shard) -> str:
 
 
 def capture_shard(
-    workdir: Path, config: RunConfig, traces: Artifact, shard: Shard, lend: Lend, report: Report
+    workdir: Path,
+    config: RunConfig,
+    traces: Artifact,
+    shard: Shard,
+    lend: Lend,
+    report: Report,
+    layers: Artifact | None = None,
 ) -> Artifact:
-    """Captures the shard's samples that the pool lacks; `lend` is entered only when there are any.
+    """Captures the shard's samples that the pool lacks, and probes what no probe has vouched for.
 
-    Raises StageFailed when a larger share than `features.max_lost_share` could not be captured.
+    `lend` is entered only when there are any; `layers` is the layer reference.  Raises StageFailed when a larger share
+    than `features.max_lost_share` could not be captured, or the probe found something wrong.
     """
     rows = list(read_rows(config, traces, shard.start, shard.stop))
     inputs, made = _inputs(rows), recipe(config)
@@ -58,10 +66,13 @@ def capture_shard(
         servers.sweep(workdir)
         with closing(open_pool(workdir, config)) as pool:
             missing = {row.key: row for row in rows if pool.find(row.token_ids) is None}
-            outcome = capture.Outcome()
+            outcome, probed = capture.Outcome(), None
             if missing:
                 wanted = [(row.number, row.token_ids) for row in missing.values()]
                 outcome = capture.capture(wanted, lend, pool, config.features, report)
+            if config.features.probe_samples and pool.unprobed([row.key for row in rows]):
+                with lend() as lease:
+                    probed = probe.probe(config, pool, rows, lease, layers, folder.path)
             reasons = {key: outcome.lost.get(row.number, "not in the pool") for key, row in missing.items()}
             found = [(row, pool.find(row.token_ids)) for row in rows]
             entries = [Entry(row.number, row.trace, row.split, row.key, sample) for row, sample in found if sample]
@@ -80,6 +91,8 @@ def capture_shard(
             samples = {entry.key: entry.sample for entry in entries}
             pool.sync(list(samples))
             files: dict[str, FileRecord | None] = {LOST: None, index.FILE: None}
+            if (folder.path / probe.FILE).exists():
+                files[probe.FILE] = None
             files |= {os.path.relpath(pool.path(key), folder.path): info.file for key, info in samples.items()}
         return folder.commit(
             version=VERSION,
@@ -102,5 +115,6 @@ def capture_shard(
                 "restarts": outcome.restarts,
                 "suspects": len(outcome.suspects),
                 "paused_s": outcome.paused_s,
+                "probe": None if probed is None else probed.summary(),
             },
         )

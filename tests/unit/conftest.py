@@ -27,7 +27,13 @@ SMALL: dict[str, Any] = {
     "verifier": {"path": str(POCKET), "dtype": "float32", "max_model_len": 512},
     "servers": {"device": "cpu"},
     "traces": {"max_tokens": 16, "concurrency": 8, "request_timeout_s": 20, "max_attempts": 3},
-    "features": {"layer_ids": [2, 3, 5], "concurrency": 8, "request_timeout_s": 20, "max_attempts": 1},
+    "features": {
+        "layer_ids": [2, 3, 5],
+        "concurrency": 8,
+        "request_timeout_s": 20,
+        "max_attempts": 1,
+        "probe_samples": 0,
+    },
     "vocabulary": {"size": 320},
     "drafter": {
         "shape": {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 256},

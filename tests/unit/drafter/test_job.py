@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream.config import RunConfig
 from slipstream.drafter.job import Job
+from slipstream.features.recipe import PRE_NORM
 
 
 def job(config: RunConfig | None, train_rows: int, rows: int) -> Job:
@@ -17,6 +18,7 @@ def job(config: RunConfig | None, train_rows: int, rows: int) -> Job:
     fields = {"verifier": "v", "features": "f", "vocabulary": "w", "checkpoints": "c", "metrics": "m"}
     drafter = {"drafter": config.drafter if config else None}
     numbers = {"layer_ids": [1], "hidden_size": 8, "vocab_size": 9, "train_rows": train_rows, "rows": rows}
+    numbers |= {"final_state": PRE_NORM}
     return Job.model_construct(**fields, **numbers, **drafter)
 
 

@@ -1,0 +1,37 @@
+"""How far states are from states, and whose tokens they follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+PAIRED_TOKENS = 1024  # of one sequence, for the pairs of `affinity`
+
+
+def relative(states: torch.Tensor, reference: torch.Tensor) -> float:
+    """||states - reference|| / ||reference|| over all values (Frobenius)."""
+    return float((states - reference).norm() / reference.norm())
+
+
+def relative_rows(states: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The same for each token: [tokens]."""
+    return (states - reference).norm(dim=-1) / reference.norm(dim=-1)
+
+
+def affinity(states: torch.Tensor, token_ids: Sequence[int]) -> float | None:
+    """How much more alike states [tokens, hidden] are where the token is the same than where it is not.
+
+    Mean cosine of centred states over pairs of positions with equal tokens, minus that over the other pairs: a
+    verifier's residual stream carries its token's embedding, whatever its weights, so that states of this sequence
+    score clearly above 0 and states of other tokens about 0.  None without a repeated token.
+    """
+    tokens = torch.tensor(list(token_ids[:PAIRED_TOKENS]))
+    centred = states[: len(tokens)] - states[: len(tokens)].mean(0)
+    unit = torch.nn.functional.normalize(centred, dim=-1)
+    cosines = unit @ unit.T
+    same = tokens[:, None] == tokens[None, :]
+    apart = ~torch.eye(len(tokens), dtype=torch.bool)
+    if not (same & apart).any() or not (~same).any():
+        return None
+    return float(cosines[same & apart].mean() - cosines[~same].mean())
