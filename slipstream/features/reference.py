@@ -29,8 +29,8 @@ from slipstream.artifact import Artifact, claim, stage_key
 from slipstream.config import RunConfig, VerifierConfig
 from slipstream.digest import digest, digest_tokens
 from slipstream.errors import StageFailed
-from slipstream.features import extraction
 from slipstream.features import recipe as recipes
+from slipstream.features import servers
 from slipstream.features.diagnosis import Layers, Sample, final_fault, misplaced
 from slipstream.features.distance import relative
 from slipstream.features.lease import Lease
@@ -55,7 +55,8 @@ def wanted(config: RunConfig) -> bool:
 
 def _recipe(config: RunConfig) -> dict[str, Any]:
     """Everything of the features' recipe but the captured layers and the form they are kept in."""
-    made = {name: value for name, value in recipes.recipe(config).items() if name not in ("layer_ids", "dtype")}
+    whole = recipes.recipe_of(config, recipes.PRE_NORM)
+    made = {name: value for name, value in whole.items() if name not in ("layer_ids", "dtype")}
     return {**made, "sequences": digest([digest_tokens(tokens) for tokens in sequences(config.verifier)])}
 
 
@@ -83,7 +84,7 @@ def serve(workdir: Path, config: RunConfig) -> Iterator[Lease]:
     """An extraction server for all layers, with a short context: states of all layers take much memory a token."""
     shape = verifier.load_shape(config.verifier)
     short = config.verifier.model_copy(update={"max_model_len": min(config.verifier.max_model_len, CONTEXT)})
-    storage = workdir / "pool" / "features" / "incoming" / f"{extraction.process_name()}-reference"
+    storage = servers.storage_folder(workdir, "reference")
     storage.mkdir(parents=True, exist_ok=True)
     spec = serving.extraction_server(range(1, shape.num_layers + 1), storage)
     log, cache = workdir / "logs" / "reference.log", serving.cache_folder(config.servers, workdir)

@@ -23,7 +23,7 @@ from slipstream.errors import StageFailed
 from slipstream.features import capture, disk, index, probe, servers
 from slipstream.features.index import Entry
 from slipstream.features.lease import Lend
-from slipstream.features.recipe import open_pool, recipe
+from slipstream.features.recipe import final_state, open_pool, recipe
 from slipstream.features.rows import Row, read_rows
 from slipstream.features.shards import Shard
 from slipstream.progress import Report
@@ -72,7 +72,7 @@ def capture_shard(
                 outcome = capture.capture(wanted, lend, pool, config.features, report)
             if config.features.probe_samples and pool.unprobed([row.key for row in rows]):
                 with lend() as lease:
-                    probed = probe.probe(config, pool, rows, lease, layers, folder.path)
+                    probed = probe.probe(config, pool, rows, lease, layers, folder.path, final_state(config))
             reasons = {key: outcome.lost.get(row.number, "not in the pool") for key, row in missing.items()}
             found = [(row, pool.find(row.token_ids)) for row in rows]
             entries = [Entry(row.number, row.trace, row.split, row.key, sample) for row, sample in found if sample]
