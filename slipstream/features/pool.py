@@ -1,8 +1,7 @@
 """The hidden states' row pool: one file a token sequence, never captured twice.
 
 `<workdir>/pool/features/<recipe>/<ab>/<key>.safetensors`, key = digest of the token ids, recipe = verifier,
-layer ids and their meaning, type.  `index.sqlite3` beside them keeps each file's size, checksum and range, and which
-samples a probe has vouched for.
+layer ids and their meaning, type.  `index.sqlite3` beside them keeps each file's size, checksum and range.
 
 * A file under its final name is complete: written under another name, renamed.  One that a kill left without an
   index entry is checked and adopted instead of captured again.
@@ -32,7 +31,7 @@ from slipstream.digest import digest_tokens
 from slipstream.features.extraction import process_name
 from slipstream.features.sample import BadSample, Form, SampleInfo, examine
 
-TABLE, PROBED = "files", "probed"
+TABLE = "files"
 COLUMNS = (
     "key TEXT PRIMARY KEY, size INTEGER, checksum TEXT, tokens INTEGER, minimum REAL, maximum REAL, "
     "boot TEXT"  # NULL once synced, else the machine's start during which it was written
@@ -76,7 +75,6 @@ class FeaturePool:
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.execute(f"CREATE TABLE IF NOT EXISTS {TABLE} ({COLUMNS}) WITHOUT ROWID")
-        self._db.execute(f"CREATE TABLE IF NOT EXISTS {PROBED} (key TEXT PRIMARY KEY) WITHOUT ROWID")
 
     def close(self) -> None:
         """Ends the connection to the index."""
@@ -121,8 +119,6 @@ class FeaturePool:
                     raise
                 self._copy(data, path)  # the server writes on another file system
                 captured.unlink()
-        with self._lock:
-            self._db.execute(f"DELETE FROM {PROBED} WHERE key = ?", (key,))
         return self._record(key, info)
 
     def _copy(self, data: Any, path: Path) -> None:
@@ -135,22 +131,6 @@ class FeaturePool:
         except BaseException:
             copy.unlink(missing_ok=True)
             raise
-
-    def unprobed(self, keys: Sequence[str]) -> list[str]:
-        """Those of `keys` that came into the pool after the last probe that passed for them."""
-        with self._lock:
-            return [
-                key
-                for key in keys
-                if self._db.execute(f"SELECT 1 FROM {PROBED} WHERE key = ?", (key,)).fetchone() is None
-            ]
-
-    def vouch(self, keys: Sequence[str]) -> None:
-        """Remembers that a probe passed which these samples were part of."""
-        with self._lock:
-            self._db.execute("BEGIN")
-            self._db.executemany(f"INSERT OR IGNORE INTO {PROBED} VALUES (?)", [(key,) for key in keys])
-            self._db.execute("COMMIT")
 
     def sync(self, keys: Sequence[str]) -> int:
         """Forces these samples' bytes and names to the disk, as far as that was not done; returns how many."""

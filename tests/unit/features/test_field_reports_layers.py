@@ -206,7 +206,7 @@ def test_29_an_unknown_flag_is_refused(
 ) -> None:
     store = _store(tmp_path, made)
     with pytest.raises(InputError) as raised:
-        stage._job(tmp_path, make_config(), store, store)
+        stage._job(tmp_path, make_config(), store, store, None)
     assert repr(made.get("final_state")) in str(raised.value)
     assert repr(PRE_NORM) in str(raised.value)
 
@@ -216,7 +216,7 @@ def test_29_the_job_says_what_the_stores_manifest_says(
     tmp_path: Path, make_config: Callable[..., RunConfig], flag: str
 ) -> None:
     store = _store(tmp_path, {"final_state": flag})
-    assert stage._job(tmp_path, make_config(), store, store).final_state == flag
+    assert stage._job(tmp_path, make_config(), store, store, None).final_state == flag
 
 
 def _store(root: Path, made: dict[str, Any]) -> Artifact:
