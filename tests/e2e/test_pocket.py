@@ -166,6 +166,34 @@ def _code(states: torch.Tensor) -> torch.Tensor:
     return torch.where(bits >= 128, 128 - bits, bits)
 
 
+def test_every_shard_was_probed_against_its_server_and_the_layer_reference(latest: Path, pocket_run: Run) -> None:
+    made = [json.loads(path.read_text()) for path in latest.parents[1].glob("feature-shards/*/manifest.json")]
+    references = list(latest.parents[1].glob("feature-reference/*/manifest.json"))
+    assert (len(made), len(references)) == (4, 1)
+    for shard in made:
+        found = shard["work"]["probe"]
+        assert (found["samples"], found["layer_ids"], found["not_probed"]) == (2, [2, 3, 5, 6], [])
+        assert found["reference"] == references[0].parent.name
+        assert found["relative_error"] < 1e-5
+        assert found["argmax"] == 1
+        assert found["mean_difference"] < 1e-4
+
+
+def test_the_layer_reference_equals_transformers(latest: Path) -> None:
+    model = load_text_model(VERIFIER).float().eval()
+    before_norm: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda module, args: before_norm.append(args[0].detach()))
+    paths = list(latest.parents[1].glob("feature-reference/*/sequence_*.safetensors"))
+    assert len(paths) == 3
+    for path in paths:
+        held = load_file(path)
+        with torch.no_grad():
+            states = model(held["token_ids"][None], output_hidden_states=True).hidden_states
+        for position, expected in enumerate([*states[1:6], before_norm[-1]]):
+            error = (held["hidden_states"][:, position] - expected[0]).norm() / expected[0].norm()
+            assert error < 1e-3, (path.name, position + 1, float(error))
+
+
 def test_last_state_gives_the_servers_prompt_logprobs(latest: Path, tmp_path: Path) -> None:
     """The last-state probe: log_softmax(lm_head(norm(h_last))) against the server's top 5 of the same tokens."""
     weights = load_file(VERIFIER / "model-00001-of-00001.safetensors")

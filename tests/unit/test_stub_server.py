@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from chaos_server import Chaos, ChaosServer
-from stub_server import END, THINK_CLOSE, TOKENIZER, Reply, StubServer, ids_of
+from stub_server import END, THINK_CLOSE, TOKENIZER, Capture, Reply, StubServer, ids_of
 from tokenizers import Tokenizer
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -246,3 +246,16 @@ def test_the_chaos_process(root: Path, tmp_path: Path, http: httpx.Client) -> No
     assert ["ok" if status == 200 else "error" for status in statuses] == [line["outcome"] for line in lines[:20]]
     assert counts == {"requests": 20, "drop": 0, "cut": 0} | Counter(line["outcome"] for line in lines[:20])
     assert sorted(lines, key=lambda line: line["t"]) == lines
+
+
+def test_log_probabilities_are_given_to_who_asks(stub: StubServer, http: httpx.Client) -> None:
+    stub.on_capture(lambda tokens, number: Capture(prompt_logprobs=[None, {7: -2.5, 9: -0.1}]))
+    body = {"model": "stub", "prompt": [3, 7], "max_tokens": 1}
+    asked = http.post(f"{stub.url}/completions", json=body | {"prompt_logprobs": 2}).json()["choices"][0]
+    assert asked["prompt_logprobs"][0] is None
+    assert list(asked["prompt_logprobs"][1]) == ["9", "7"]
+    assert asked["prompt_logprobs"][1]["7"] == {"logprob": -2.5, "rank": 2, "decoded_token": "x"}
+    assert "prompt_logprobs" not in http.post(f"{stub.url}/completions", json=body).json()["choices"][0]
+    stub.on_capture(lambda tokens, number: Capture(refuses_logprobs=True))
+    assert http.post(f"{stub.url}/completions", json=body | {"prompt_logprobs": 2}).status_code == 400
+    assert http.post(f"{stub.url}/completions", json=body).status_code == 200
