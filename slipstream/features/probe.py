@@ -111,7 +111,7 @@ def probe(
 def _without_reference(config: RunConfig) -> str:
     if config.servers.features_endpoints:
         return "servers.features_endpoints have the layers that they were started with"
-    return "features.probe_all_layers is off"
+    return "no layer reference" if config.features.probe_all_layers else "features.probe_all_layers is off"
 
 
 def _head(config: RunConfig, table: Table) -> Head | None:

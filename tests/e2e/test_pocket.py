@@ -8,8 +8,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from slipstream import serving
 from slipstream.artifact import open_artifact
 from slipstream.config import load_config
 from slipstream.features import servers, shard_stage
-from slipstream.features.lease import Lease
 from slipstream.features.recipe import open_pool
 from slipstream.features.rows import read_rows
 from slipstream.features.shards import Shard
@@ -115,26 +113,24 @@ def _renamed(folder: Path, created: list[str], moved: list[str], until: threadin
 def test_fp8_samples_are_the_stored_states_quantized(latest: Path, tmp_path: Path) -> None:
     """A server of the fp8 store captures rows that the run has in float32: hs-connectors' form of the same states."""
     given = load_config(ROOT / "deployments/pocket.yaml")
-    features = given.features.model_copy(update={"store": "fp8"})
+    features = given.features.model_copy(update={"store": "fp8", "probe_all_layers": False})
     config = given.model_copy(update={"features": features})
     traces = open_artifact((latest / "traces").resolve())
     created: list[str] = []
     moved: list[str] = []
     done = threading.Event()
 
-    @contextmanager
-    def lend() -> Iterator[Lease]:
-        with servers.lend(tmp_path, config) as lease:
-            watch = threading.Thread(target=_renamed, args=(lease.storage, created, moved, done))
-            watch.start()
-            try:
-                yield lease
-            finally:
-                time.sleep(0.2)
-                done.set()
-                watch.join()
-
-    made = shard_stage.capture_shard(tmp_path, config, traces, Shard(index=0, start=0, stop=24), lend, silent)
+    with servers.lend(tmp_path, config) as lease:
+        watch = threading.Thread(target=_renamed, args=(lease.storage, created, moved, done))
+        watch.start()
+        shard = Shard(index=0, start=0, stop=24)
+        made = shard_stage.capture_shard(tmp_path, config, traces, shard, lambda: nullcontext(lease), silent)
+        time.sleep(0.2)
+        done.set()
+        watch.join()
+    probed = made.manifest().work["probe"]
+    assert probed["not_probed"] == ["layer ids: features.probe_all_layers is off"]
+    assert 0.01 < probed["mean_difference"] < 0.15  # three bits of mantissa, see `features.tolerance`
     stored = {row["key"]: row["row"] for row in pq.read_table(latest / "features" / "index.parquet").to_pylist()}
     whole = dict.fromkeys(row.key for row in read_rows(config, traces, 0, 24))
     sizes = [0, 0]
