@@ -23,7 +23,7 @@ from slipstream import atomic, verifier
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
 from slipstream.errors import StageFailed
-from slipstream.features import diagnosis, recipe, reference
+from slipstream.features import diagnosis, recipe, reference, vouched
 from slipstream.features.diagnosis import Layers, Sample
 from slipstream.features.lease import Lease
 from slipstream.features.pool import FeaturePool, mapped
@@ -80,7 +80,7 @@ def probe(
     ids = Layers(verifier.capture_ids(config.features.layer_ids, shape), shape.num_layers)
     table = Table(tolerance, list(ids.ids))
     present = [row for row in rows if pool.path(row.key).exists()]
-    fresh = set(pool.unprobed([row.key for row in present]))
+    fresh = vouched.unprobed(pool.folder, [row.key for row in present])
     chosen = sorted((row for row in present if row.key in fresh), key=lambda row: row.key)
     chosen = chosen[: config.features.probe_samples]
     if not config.features.probe_samples:
@@ -104,7 +104,7 @@ def probe(
             f"unprobed in {pool.folder}: delete that folder when the verifier or its server is right again"
         )
     if config.features.probe_samples:
-        pool.vouch(sorted(fresh))
+        vouched.vouch(pool.folder, fresh)
     return table
 
 

@@ -20,7 +20,7 @@ from slipstream.artifact import Artifact, FileRecord, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.errors import StageFailed
-from slipstream.features import capture, disk, index, probe, servers
+from slipstream.features import capture, disk, index, probe, servers, vouched
 from slipstream.features.index import Entry
 from slipstream.features.lease import Lend
 from slipstream.features.recipe import final_state, open_pool, recipe
@@ -68,9 +68,10 @@ def capture_shard(
             missing = {row.key: row for row in rows if pool.find(row.token_ids) is None}
             outcome, probed = capture.Outcome(), None
             if missing:
+                vouched.forget(pool.folder, missing)
                 wanted = [(row.number, row.token_ids) for row in missing.values()]
                 outcome = capture.capture(wanted, lend, pool, config.features, report)
-            if config.features.probe_samples and pool.unprobed([row.key for row in rows]):
+            if config.features.probe_samples and vouched.unprobed(pool.folder, [row.key for row in rows]):
                 with lend() as lease:
                     probed = probe.probe(config, pool, rows, lease, layers, folder.path, final_state(config))
             reasons = {key: outcome.lost.get(row.number, "not in the pool") for key, row in missing.items()}

@@ -87,6 +87,16 @@ def test_reused_samples_are_not_probed_again(run: Runner) -> None:
     assert run([*ROWS, samples()[6]]).manifest().work["probe"]["samples"] == 1
 
 
+def test_a_lost_sample_is_probed_when_it_is_captured_again(run: Runner) -> None:
+    made = run()
+    lost = max((made.folder / name for name in made.manifest().files if name.startswith("..")), key=lambda p: p.name)
+    lost.unlink()
+    work = run().manifest().work
+    assert (work["captured"], work["probe"]["samples"]) == (1, 1)
+    probed = json.loads((made.folder / probe.FILE).read_text())["samples"]
+    assert [sample["key"] for sample in probed] == [lost.stem]
+
+
 def test_a_shard_that_was_killed_before_its_probe_is_probed(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
