@@ -196,8 +196,8 @@ class _Capture:
             try:
                 await self._row(number, alone=True)
             except SlipstreamError as error:
-                alone = self._lease.owned and number in self._exposed
-                if alone and error is self._fleet.lost and self._disk.shortage() is None:
+                had_it = self._lease.owned and number in self._exposed
+                if had_it and error is self._fleet.lost and self._disk.shortage() is None:
                     self._lose(number, f"the server died while it had this row alone: {error}")
                 else:
                     self._suspect(number)
@@ -207,17 +207,17 @@ class _Capture:
         """Captures one row, or finds that it is lost or a suspect."""
         tokens = len(self._rows[number])
         size = tokens * (self._pool.form.bytes_per_token + 8) + HEADER_BYTES
-        met_full = False
+        again = alone
         while True:
             try:
                 async with self._disk.room(size):
-                    if not (met_full and await self._is_stored(number)):
+                    if not (again and await self._is_stored(number)):
                         await self._fleet.send(partial(self._ask, number), self._config.max_attempts, lambda _: tokens)
             except NoRoom:
                 raise
             except DiskFull:
                 self._disk.met_full()
-                met_full = True
+                again = True
                 continue
             except _Suspect:
                 if not alone:
@@ -318,7 +318,7 @@ class _Capture:
             raise
 
     async def _is_stored(self, number: int) -> bool:
-        """Whether the pool has the row all the same: its file was moved in, and then the index met the full disk."""
+        """Whether the pool has the row all the same: it was moved in while the server died or the disk was full."""
         found = asyncio.get_running_loop().run_in_executor(self._threads, self._pool.find, self._rows[number])
         try:
             return await found is not None

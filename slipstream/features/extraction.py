@@ -20,7 +20,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,7 @@ class ExtractionServer(Server):
         self._answers = 0
         self._flush: asyncio.Task[None] | None = None
         self._strays: set[Path] = set()  # what flushes made the server write, until it is there and removed
+        self._unanswered: set[str] = set()  # requests whose answer never came, though their file may have
 
     @asynccontextmanager
     async def sample(self, token_ids: Sequence[int], timeout_s: float, **fields: object) -> AsyncIterator[Written]:
@@ -119,17 +120,23 @@ class ExtractionServer(Server):
             self._clear_strays()
 
     def close(self) -> None:
-        """Removes what flushes made the server write."""
+        """Removes what the server has written that nobody will fetch."""
         if self._flush is not None:
             self._flush.cancel()
         self._clear_strays()
+        if self._unanswered:
+            _sweep(self._storage, lambda process, number: f"slipstream-{process}-{number}" in self._unanswered)
 
     async def _prefill(self, token_ids: Sequence[int], fields: Mapping[str, object]) -> dict[str, Any]:
         body = {"model": self.endpoint.model, "prompt": list(token_ids), "max_tokens": 1, "temperature": 0, **fields}
         self._asking += 1
         try:
             async with self._slots:
-                return await self._post(f"{self.endpoint.url}/completions", body | {"request_id": request_name()})
+                name = request_name()
+                self._unanswered.add(name)
+                answer = await self._post(f"{self.endpoint.url}/completions", body | {"request_id": name})
+                self._unanswered.discard(name)
+                return answer
         finally:
             self._asking -= 1
             self._answers += 1
@@ -239,16 +246,20 @@ def request_name() -> str:
     return f"slipstream-{process_name()}-{next(_numbers)}"
 
 
-OURS = re.compile(r"^(?:chat)?cmpl-slipstream-(?P<process>.+?-\d+)-\d+[-.]")
+OURS = re.compile(r"^(?:chat)?cmpl-slipstream-(?P<process>.+?-\d+)-(?P<number>\d+)[-.]")
 
 
 def sweep(storage: Path) -> int:
     """Removes the files that servers wrote for clients of this host that are dead; returns how many files."""
+    return _sweep(storage, lambda process, number: process_is_gone(process))
+
+
+def _sweep(storage: Path, unwanted: Callable[[str, str], bool]) -> int:
     removed = 0
     with suppress(FileNotFoundError):
         for entry in list(os.scandir(storage)):
             found = OURS.match(entry.name)
-            if found and process_is_gone(found["process"]):
+            if found and unwanted(found["process"], found["number"]):
                 Path(entry.path).unlink(missing_ok=True)
                 removed += 1
     return removed

@@ -25,7 +25,7 @@ from slipstream import atomic
 from slipstream.artifact import Artifact, FileRecord, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
-from slipstream.features import index
+from slipstream.features import disk, index
 from slipstream.features.index import Entry
 from slipstream.features.pool import FeaturePool
 from slipstream.features.recipe import open_pool, recipe
@@ -36,6 +36,7 @@ from slipstream.traces import splits
 
 STAGE, VERSION = "features", 2
 HIDDEN_STATES = "hidden_states"
+DATASET = ".dataset-"  # where the data set is written before its files take their names
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,12 @@ def assemble(
     """Selects the rows from the pool into one folder in row order; copies no states."""
     made, inputs = _recipe(config), {"traces": traces.content}
     name = stage_key(STAGE, VERSION, made, inputs)
-    with claim(workdir, STAGE, name, on_wait) as folder:
+    with disk.explained(workdir), claim(workdir, STAGE, name, on_wait) as folder:
         if (done := folder.complete()) is not None:
             return done
         folder.reopen()
+        for killed in folder.path.glob(f"{DATASET}*"):
+            shutil.rmtree(killed)
         files: dict[str, FileRecord | None] = {index.FILE: None, LOST: None}
         with closing(open_pool(workdir, config)) as pool:
             if config.features.store == "none":
@@ -147,7 +150,7 @@ def _write_dataset(folder: Path, traces: Artifact, kept: Sequence[_Kept], droppe
     columns["seq_len"] = pc.list_value_length(columns["input_ids"]).cast(pa.int64())
     dataset = datasets.Dataset(pa.table(columns))
     dataset.set_format("torch")
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".dataset-") as temporary:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=DATASET) as temporary:
         dataset.save_to_disk(temporary)
         for path in Path(temporary).iterdir():
             os.replace(path, folder / path.name)

@@ -12,6 +12,7 @@ import pytest
 from stub_server import Capture, StubServer, states_of
 
 from slipstream import chat
+from slipstream.chat import Unreachable
 from slipstream.concurrent import run_async
 from slipstream.errors import ServerError
 from slipstream.features import extraction
@@ -124,6 +125,25 @@ def test_what_dead_clients_of_this_host_never_fetched_is_swept(tmp_path: Path) -
     assert extraction.sweep(tmp_path) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
     assert extraction.sweep(tmp_path / "none") == 0
+
+
+def test_a_file_whose_answer_was_lost_on_the_way_is_removed_in_the_end(stub: StubServer) -> None:
+    def decide(tokens: list[int], number: int) -> Capture:
+        if number == 0:
+            stub.write(Capture(), tokens, stub.paths[0])
+            return Capture(status=500)
+        return Capture()
+
+    stub.on_capture(decide)
+
+    async def twice(server: ExtractionServer) -> None:
+        with pytest.raises(Unreachable):
+            await sample(server, [5, 6])
+        await sample(server, [5, 6])
+        assert stub.paths[0].exists()
+
+    asking(stub, twice)
+    assert list(stub.storage.iterdir()) == []
 
 
 def test_requests_of_a_process_have_names_of_their_own(stub: StubServer) -> None:
