@@ -1,4 +1,4 @@
-"""The command line: `slipstream run | plan | verify | doctor | report`.
+"""The command line: `slipstream run | plan | import | verify | doctor | report`.
 
 Errors are one sentence on stderr.  Exit status: 0 done, 1 failed or damaged, 2 wrong input.
 """
@@ -10,9 +10,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream.artifact import MANIFEST
 from slipstream.errors import Damaged, InputError, SlipstreamError
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -124,6 +128,37 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _import(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from slipstream import progress
+    from slipstream.config import load_config
+    from slipstream.imports import stage
+    from slipstream.imports.measure import Said
+
+    config = load_config(args.config)
+    said = Said(args.layer_ids, args.convention, args.final_state, args.probe)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def report(now: progress.Progress) -> None:
+            if now.unit not in tasks:
+                tasks[now.unit] = bar.add_task(now.unit, total=now.total)
+            bar.update(tasks[now.unit], completed=now.done)
+
+        made = stage.run(config.root, config, args.store, said, report)
+    print(f"{args.store}: {stage.headline(made)}")
+    for line in made.mappings:
+        print(line)
+    print(f"traces    {made.traces.path}")
+    print(f"features  {made.features.path}")
+    print("to go on from here, set in the configuration and start `slipstream run` with it:")
+    print(f"  traces:\n    imported: {made.traces.path}")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slipstream", description="Train EAGLE-3 drafters and measure them on vLLM.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -143,6 +178,25 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--deep", action="store_true", help="compare checksums; set damaged files aside for a rerun")
     verify.add_argument("--keep", action="store_true", help="with --deep: only look")
     verify.set_defaults(do=_verify)
+
+    take = commands.add_parser("import", help="take an existing hidden-state store into the work directory")
+    take.add_argument("store", type=Path, help="speculators' v1 folder (data_<i>.pt) or a data set with hidden_states/")
+    take.add_argument("config", type=Path)
+    take.add_argument(
+        "--layer-ids", type=int, nargs="+", metavar="ID", help="what each state of the store is, in order"
+    )
+    take.add_argument(
+        "--convention",
+        choices=["vllm", "output"],
+        help="what id k names: the state before layer k (vllm), or the output of layer k, as speculators' v1 had it",
+    )
+    take.add_argument(
+        "--final-state", choices=["before", "after"], help="whether the last state was taken before the final norm"
+    )
+    take.add_argument(
+        "--no-probe", dest="probe", action="store_false", help="start no server: the layers are not measured"
+    )
+    take.set_defaults(do=_import)
 
     doctor = commands.add_parser("doctor", help="check environments, devices and disk of this machine")
     doctor.set_defaults(do=_doctor)
