@@ -13,6 +13,7 @@ from typing import Any
 from slipstream import verifier
 from slipstream.config import BYTES, RunConfig
 from slipstream.errors import InputError
+from slipstream.traces import origin
 from slipstream.traces.gathered import gathering
 from slipstream.traces.mixture import mixture
 from slipstream.traces.sources import on_hub
@@ -94,7 +95,8 @@ def plan(config: RunConfig) -> dict[str, Any]:
         )
     count = _prompts(config)
     traced = round(count * (1 - config.prompts.held_out_ratio))
-    tokens = traced * config.traces.expected_tokens_per_trace
+    imported = origin.imported(config).manifest().counts["tokens"] if config.traces.imported else 0
+    tokens = imported or traced * config.traces.expected_tokens_per_trace
     bytes_per_token = _bytes_per_token(config, len(layer_ids), shape.hidden_size)
     store = tokens * bytes_per_token
     parameters = _drafter_parameters(config, shape)
@@ -104,12 +106,12 @@ def plan(config: RunConfig) -> dict[str, Any]:
     free = free_bytes(config.root)
     trained_tokens = tokens * (1 - config.prompts.val_ratio) * config.drafter.epochs
     hours = {
-        "traces": tokens / config.rates.traces_tokens_per_s / 3600,
-        "features": tokens * _passes(config) / config.rates.features_tokens_per_s / 3600,
+        "traces": 0.0 if imported else tokens / config.rates.traces_tokens_per_s / 3600,
+        "features": 0.0 if imported else tokens * _passes(config) / config.rates.features_tokens_per_s / 3600,
         "training": trained_tokens / config.rates.training_tokens_per_s / max(1, len(config.drafter.devices)) / 3600,
     }
     gpus = max(config.servers.gpus if config.servers.device == "cuda" else 0, len(config.drafter.devices))
-    needed = int((store + checkpoints) * (1 + RESERVE) + config.features.disk_reserve_gib * 2**30)
+    needed = int(((0 if imported else store) + checkpoints) * (1 + RESERVE) + config.features.disk_reserve_gib * 2**30)
     reasons = []
     if needed > free:
         reasons.append(f"{needed / 1e9:.1f} GB of disk needed under {config.root}, {free / 1e9:.1f} GB free")

@@ -10,9 +10,10 @@ from prefect.cache_policies import NO_CACHE
 
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
-from slipstream.features import reference, servers, shard_stage, source, store
+from slipstream.features import reference, servers, shard_stage, store
 from slipstream.features.plan import CapturePlan, Load, plan_capture
 from slipstream.features.shards import Shard
+from slipstream.traces.origin import open_traces
 from tasks.progress import duration, reporting
 from tasks.stage import options, show, wait_logger
 
@@ -20,7 +21,7 @@ from tasks.stage import options, show, wait_logger
 @task(name="find-traces", persist_result=False, cache_policy=NO_CACHE)
 def find_traces(config: RunConfig, folder: str) -> Artifact:
     """The traces in `folder`, if they are this verifier's."""
-    return source.open_traces(config, Path(folder))
+    return open_traces(config, Path(folder))
 
 
 @task(name="plan-features", persist_result=False, cache_policy=NO_CACHE)

@@ -50,7 +50,7 @@ def wanted(config: RunConfig) -> bool:
     """Whether shards compare with a reference.  Servers that the user named have the layers they were started with."""
     features = config.features
     probed = features.probe_all_layers and features.probe_samples > 0 and features.store != "none"
-    return probed and not config.servers.features_endpoints
+    return probed and not config.servers.features_endpoints and not config.traces.imported  # measured when imported
 
 
 def _recipe(config: RunConfig) -> dict[str, Any]:

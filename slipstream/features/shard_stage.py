@@ -23,7 +23,7 @@ from slipstream.errors import StageFailed
 from slipstream.features import capture, disk, index, probe, servers, vouched
 from slipstream.features.index import Entry
 from slipstream.features.lease import Lend
-from slipstream.features.recipe import final_state, open_pool, recipe
+from slipstream.features.recipe import PRE_NORM, final_state, open_pool, recipe
 from slipstream.features.rows import Row, read_rows
 from slipstream.features.shards import Shard
 from slipstream.progress import Report
@@ -67,6 +67,14 @@ def capture_shard(
         with closing(open_pool(workdir, config)) as pool:
             missing = {row.key: row for row in rows if pool.find(row.token_ids) is None}
             outcome, probed = capture.Outcome(), None
+            if missing and made["final_state"] != PRE_NORM:
+                raise StageFailed(
+                    f"features: {len(missing)} of {len(rows)} samples of shard {shard.index} are gone or damaged, and "
+                    "a "
+                    f"server gives the final state {PRE_NORM}, this store holds it {made['final_state']}: import the "
+                    "store "
+                    f"{traces.manifest().origin.get('store')} again"
+                )
             if missing:
                 vouched.forget(pool.folder, missing)
                 wanted = [(row.number, row.token_ids) for row in missing.values()]

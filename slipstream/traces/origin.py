@@ -13,8 +13,7 @@ from slipstream import verifier
 from slipstream.artifact import Artifact, open_artifact
 from slipstream.config import RunConfig, VerifierConfig
 from slipstream.errors import Damaged, InputError
-
-STAGE = "traces"
+from slipstream.traces import table
 
 
 def origin(config: VerifierConfig) -> dict[str, Any]:
@@ -44,16 +43,28 @@ def check(config: RunConfig, traces: Artifact) -> None:
             )
 
 
-def imported(config: RunConfig) -> Artifact:
-    """The traces artifact that `traces.imported` names; raises InputError when it is none or of another verifier."""
-    path = Path(str(config.traces.imported))
+def open_traces(config: RunConfig, folder: Path) -> Artifact:
+    """The traces artifact in `folder`.
+
+    Raises InputError when it is none, is not intact, or is of another verifier or tokenizer than the configuration's.
+    """
     try:
-        traces = open_artifact(path)
+        traces = open_artifact(folder.resolve())
     except Damaged as error:
-        raise InputError(f"traces.imported: {error}; name the folder that `slipstream import` printed") from error
-    if traces.stage != STAGE:
-        raise InputError(f"traces.imported: {path} is an artifact of stage {traces.stage} instead of {STAGE}")
+        raise InputError(str(error)) from error
+    if table.FILE not in traces.manifest().files:
+        raise InputError(f"{folder}: an artifact of stage {traces.stage}, not traces: it lists no {table.FILE}")
     if damage := traces.verify():
-        raise InputError(f"traces.imported: {path}: {damage[0].path} is {damage[0].reason}; import the store again")
+        raise InputError(
+            f"{folder}: {damage[0].path} is {damage[0].reason}; run the traces stage, or the import, again to repair it"
+        )
     check(config, traces)
     return traces
+
+
+def imported(config: RunConfig) -> Artifact:
+    """The traces that `traces.imported` names; raises InputError as `open_traces` does."""
+    try:
+        return open_traces(config, Path(str(config.traces.imported)))
+    except InputError as error:
+        raise InputError(f"traces.imported: {error}") from error

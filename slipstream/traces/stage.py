@@ -24,7 +24,7 @@ from slipstream.traces.rules import Rules
 from slipstream.traces.selection import REJECTS, Selection
 from slipstream.traces.states import States
 
-STAGE, VERSION = origin.STAGE, 2
+STAGE, VERSION = "traces", 2
 TRACED = (splits.TRAIN, splits.VALIDATION)
 SUMMARY = page.SUMMARY
 Servers = Callable[[Path], AbstractContextManager[Sequence[Endpoint]]]

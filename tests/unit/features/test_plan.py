@@ -20,10 +20,10 @@ from slipstream.artifact import Artifact, claim
 from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.errors import InputError
-from slipstream.features import source
 from slipstream.features.plan import Load, plan_capture
 from slipstream.features.recipe import open_pool
 from slipstream.plan import plan
+from slipstream.traces.origin import open_traces
 
 Usage = namedtuple("Usage", "total used free")
 LAYERS, HIDDEN = 4, 128  # three auxiliary layers and the final state of the pocket verifier
@@ -201,10 +201,10 @@ def test_traces_of_another_verifier_are_refused_with_both_identities(
     config = make_config()
     mine = verifier.identity(config.verifier)
     own = traces_of(distinct(2), {"verifier": mine})
-    assert source.open_traces(config, own.folder) == own
+    assert open_traces(config, own.folder) == own
     foreign = traces_of(distinct(2), {"verifier": "0" * 32})
-    with pytest.raises(InputError, match=f"traces of verifier {'0' * 32}, but .* is {mine}"):
-        source.open_traces(config, foreign.folder)
+    with pytest.raises(InputError, match=f"another verifier .unknown, digest {'0' * 32}. .*digest {mine}"):
+        open_traces(config, foreign.folder)
 
 
 def test_what_is_no_intact_traces_artifact_is_refused(
@@ -212,13 +212,13 @@ def test_what_is_no_intact_traces_artifact_is_refused(
 ) -> None:
     config = make_config()
     with pytest.raises(InputError, match="not a finished artifact"):
-        source.open_traces(config, tmp_path)
+        open_traces(config, tmp_path)
     with claim(tmp_path / "work", "vocabulary", "v") as folder:
         (folder.path / "t2d.npy").write_bytes(b"x")
         other = folder.commit(version=1, recipe={}, inputs={}, content="v", files=["t2d.npy"])
     with pytest.raises(InputError, match=r"stage vocabulary, not traces"):
-        source.open_traces(config, other.folder)
+        open_traces(config, other.folder)
     cut = traces_of(distinct(2))
     (cut.folder / "traces.parquet").write_bytes(b"x")
     with pytest.raises(InputError, match=r"traces\.parquet is 1 bytes instead of"):
-        source.open_traces(config, cut.folder)
+        open_traces(config, cut.folder)

@@ -28,6 +28,7 @@ from slipstream.features.rows import plan_shards
 from slipstream.imports import stage
 from slipstream.imports.measure import Said
 from slipstream.imports.stage import Imported
+from slipstream.plan import plan
 from slipstream.progress import Progress, silent
 from slipstream.serving import Endpoint
 from slipstream.traces import stage as traces_stage
@@ -182,6 +183,29 @@ def test_a_run_goes_on_without_a_server(tmp_path: Path, rows: list[Made], make_c
     made = run(config, write_v1(tmp_path / "v1", rows, normed=normed), OFFLINE)
     assert continued(config, made) == made.features
     assert continued(make_config(features={"shards": 2}), made).content == made.features.content
+
+
+def test_a_run_of_imported_rows_is_planned_with_their_tokens(
+    tmp_path: Path, rows: list[Made], make_config: Make, write_prompts: Callable[..., str]
+) -> None:
+    prompts = {"sources": [{"path": write_prompts([f"p {i}" for i in range(40)])}]}
+    config = make_config(prompts=prompts)
+    made = run(config, write_v1(tmp_path / "v1", rows), OFFLINE)
+    planned = plan(make_config(prompts=prompts, traces={"imported": made.traces.path}))
+    assert planned["tokens"] == sum(len(row.ids) for row in rows)
+    assert (planned["hours"]["traces"], planned["hours"]["features"]) == (0, 0)
+    assert not reference.wanted(make_config(traces={"imported": made.traces.path}))
+
+
+def test_a_damaged_sample_after_the_norm_is_not_captured(tmp_path: Path, rows: list[Made], make_config: Make) -> None:
+    config = make_config()
+    made = run(config, write_v1(tmp_path / "v1", rows, normed=True), OFFLINE)
+    (made.features.folder / "hidden_states" / "hs_3.safetensors").write_bytes(b"")
+    with pytest.raises(StageFailed, match=f"1 of 12 samples .* import the store {tmp_path / 'v1'} again"):
+        continued(config, made)
+    again = run(config, tmp_path / "v1", OFFLINE)
+    assert (again.adopted, again.features) == (1, made.features)
+    assert again.features.verify(deep=True) == []
 
 
 def test_again_it_does_nothing(tmp_path: Path, rows: list[Made], make_config: Make) -> None:

@@ -87,7 +87,9 @@ def test_imported_traces_of_another_verifier(make_config: Make, another: Callabl
         origin.imported(make_config(traces={"imported": traces.path}))
 
 
-@pytest.mark.parametrize(("stage_name", "words"), [(None, "not a finished artifact"), ("features", "stage features")])
+@pytest.mark.parametrize(
+    ("stage_name", "words"), [(None, "not a finished artifact"), ("features", "stage features, not traces")]
+)
 def test_what_is_no_traces_artifact(tmp_path: Path, make_config: Make, stage_name: str | None, words: str) -> None:
     folder = tmp_path / "else"
     folder.mkdir()
