@@ -21,7 +21,7 @@ from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.errors import InputError, StageFailed
-from slipstream.features import shard_stage
+from slipstream.features import shard_stage, vouched
 from slipstream.features import store as features_store
 from slipstream.features.lease import Lease
 from slipstream.features.pool import FeaturePool
@@ -69,7 +69,7 @@ def run(workdir: Path, config: RunConfig, path: Path, said: Said, report: Report
         with closing(_pool(workdir, config, final_state)) as pool:
             adopted = adopt(workdir, store, survey, measured.positions, pool, _counting(report, "samples adopted"))
             refuse_losses(store, survey, config)
-            pool.vouch([row.key for row in survey.usable()])
+            vouched.vouch(pool.folder, [row.key for row in survey.usable()])
         traces = rows.write(workdir, config, store, survey, final_state, measured.recorded())
     features = _features(workdir, config, traces)
     return Imported(traces, features, measured, adopted, mappings.describe(store.mappings, shape.vocab_size))
