@@ -38,6 +38,8 @@ def capture_features(
         The store and its shards.
     """
     config = config.model_copy(update={"features": features or config.features})
+    if config.servers.runner == "ray":
+        config = config.anchored()
     source = find_traces(config, traces)
     planned = plan_features(config, source)
     shards, layers = [part.shard for part in planned.shards], layer_reference(config)

@@ -158,7 +158,7 @@ class ServersConfig(Stage):
     runner: Literal["threads", "ray"] = Field(
         default="threads",
         description="Who runs a capture's shards: threads of this process, on this host's GPUs, or Ray, on several "
-        "hosts that see the work directory under one path.",
+        "hosts that see the work directory under one path; there every shard starts a server of its own.",
     )
     ray_address: str | None = Field(
         default=None, description="Running Ray cluster (host:port or auto); null starts one here for the capture."
@@ -168,6 +168,8 @@ class ServersConfig(Stage):
     def _fits(self) -> Self:
         if self.start_ahead and self.device != "cpu":
             raise ValueError("start_ahead is for device cpu: two servers do not share a GPU")
+        if self.start_ahead and self.runner == "ray":
+            raise ValueError("start_ahead is for runner threads: Ray's tasks start servers of their own")
         if self.ray_address and self.runner != "ray":
             raise ValueError(f"ray_address ({self.ray_address}) is for runner ray, and runner is {self.runner}")
         if self.gpus % self.tensor_parallel:
@@ -472,6 +474,21 @@ class RunConfig(BaseModel):
     def root(self) -> Path:
         """The work directory as an absolute path."""
         return Path(self.workdir or os.environ.get("SLIPSTREAM_WORKDIR") or "work").absolute()
+
+    def anchored(self) -> RunConfig:
+        """The same configuration with absolute paths, for tasks that do not run in this directory."""
+        storage = self.servers.features_storage
+        servers = {
+            "python": str(Path(self.servers.python).absolute()),
+            "features_storage": storage and str(Path(storage).absolute()),
+        }
+        return self.model_copy(
+            update={
+                "workdir": str(self.root),
+                "verifier": self.verifier.model_copy(update={"path": str(Path(self.verifier.path).absolute())}),
+                "servers": self.servers.model_copy(update=servers),
+            }
+        )
 
 
 def load_config(path: Path) -> RunConfig:

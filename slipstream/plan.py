@@ -7,6 +7,7 @@ Works on any machine: while the verifier's folder or the prompts are absent it c
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +151,18 @@ def preflight(config: RunConfig) -> None:
     verifier.identity(config.verifier)
     prompt_set.key(config.prompts)
     serving.require_environment(config.servers)
+    require_runner(config)
     if config.drafter.init_from and not Path(config.drafter.init_from).is_dir():
         raise InputError(f"{config.drafter.init_from}: no such checkpoint folder; set drafter.init_from or remove it")
     if config.features.store == "none":
         beside_training.count(config)
     if not (estimate := plan(config))["fits"]:
         raise InputError(f"{config.name}: does not fit here: {'; '.join(estimate['reasons'])}")
+
+
+def require_runner(config: RunConfig) -> None:
+    """Raises InputError when `servers.runner` needs a package that is not installed."""
+    if config.servers.runner == "ray" and find_spec("prefect_ray") is None:
+        raise InputError(
+            "servers.runner: ray needs the package prefect-ray; pip install 'slipstream[ray]', or set it to threads"
+        )

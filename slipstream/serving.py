@@ -128,7 +128,7 @@ def command(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec, 
     return [*line, *spec.args, *servers.extra_args]
 
 
-def environment(servers: ServersConfig, cache: Path, gpus: Sequence[int]) -> dict[str, str]:
+def environment(servers: ServersConfig, cache: Path, gpus: Sequence[str]) -> dict[str, str]:
     """Environment variables of one server; vLLM's cache (inspected model classes, kernels) is shared by all."""
     env = {**OFFLINE, "VLLM_CACHE_ROOT": str(cache)}
     if servers.device == "cpu":
@@ -138,7 +138,7 @@ def environment(servers: ServersConfig, cache: Path, gpus: Sequence[int]) -> dic
             "VLLM_CPU_KVCACHE_SPACE": str(servers.kv_cache_gib),
         }
     else:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return env
 
 
@@ -173,7 +173,7 @@ def serve(
     spec: ServerSpec,
     log: Path,
     cache: Path,
-    gpus: Sequence[int] = (),
+    gpus: Sequence[str] = (),
 ) -> Iterator[Endpoint]:
     """A running server; it and everything it started are gone when the block ends.
 
@@ -211,7 +211,7 @@ def _serve(
     spec: ServerSpec,
     log: Path,
     cache: Path,
-    gpus: Sequence[int],
+    gpus: Sequence[str],
     unwanted: threading.Event | None = None,
 ) -> Iterator[Endpoint]:
     port = free_port()
@@ -328,16 +328,33 @@ def replicas(
         yield [future.result() for future in started]
 
 
-def visible_gpus(servers: ServersConfig, replica: int, taken: Sequence[int] = ()) -> list[int]:
-    """The GPU indices of one replica (0-based), none of them in `taken`; none on a CPU."""
-    first = replica * servers.tensor_parallel
-    return free_gpus(servers, taken)[first : first + servers.tensor_parallel]
+def visible_gpus(servers: ServersConfig, replica: int, taken: Sequence[int | str] = ()) -> list[str]:
+    """The GPUs of one replica (0-based), none of them in `taken`; none on a CPU.
+
+    Raises InputError when there are too few.
+    """
+    if servers.device == "cpu":
+        return []
+    names, first = free_gpus(servers, taken), replica * servers.tensor_parallel
+    chosen = names[first : first + servers.tensor_parallel]
+    if len(chosen) < servers.tensor_parallel:
+        raise InputError(
+            f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}: {len(names)} GPUs are free, and server "
+            f"{replica} needs {servers.tensor_parallel} from number {first} on; list more, or lower servers.gpus or "
+            "tensor_parallel"
+        )
+    return chosen
 
 
-def free_gpus(servers: ServersConfig, taken: Sequence[int]) -> list[int]:
-    """The GPUs that servers may use, out of CUDA_VISIBLE_DEVICES when that is set, without `taken`; none on a CPU."""
+def free_gpus(servers: ServersConfig, taken: Sequence[int | str]) -> list[str]:
+    """The GPUs that servers may use, without `taken`, as CUDA_VISIBLE_DEVICES names them; none on a CPU.
+
+    Where that variable is set (by the user, a scheduler, or Ray for one of its tasks) they are taken from it, and it
+    may hold UUIDs or MIG instances instead of indices.
+    """
     if servers.device == "cpu":
         return []
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    indices = [int(i) for i in allowed.split(",")] if allowed else list(range(servers.gpus))
-    return [index for index in indices if index not in taken]
+    names = [str(i) for i in range(servers.gpus)] if allowed is None else allowed.split(",")
+    without = {"", "-1", "NoDevFiles", *map(str, taken)}
+    return [name for name in map(str.strip, names) if name not in without]

@@ -46,7 +46,8 @@ class ShardPlan:
 class CapturePlan:
     """The shards of a capture and what they cost.
 
-    `servers` run side by side on this host, `gpus_each` GPUs each (0 on a CPU and for named endpoints).
+    `servers` run side by side, `gpus_each` GPUs each (0 on a CPU and for named endpoints); on Ray one a shard, as far
+    as its GPUs reach.
     `bytes_per_token` are the states' bytes in the store; `free` and `reserve` are bytes of the pool's file system.
     """
 
@@ -107,9 +108,10 @@ def plan_capture(workdir: Path, config: RunConfig, traces: Artifact) -> CaptureP
         seen: set[str] = set()
         with closing(open_pool(workdir, config)) as pool:
             planned = [_plan(shard, read_rows(config, traces, shard.start, shard.stop), pool, seen) for shard in shards]
+    replicas = sum(part.missing.rows > 0 for part in planned) if servers.runner == "ray" else servers.replicas
     return CapturePlan(
         shards=tuple(planned),
-        servers=servers.replicas if own else len(servers.features_endpoints),
+        servers=replicas if own else len(servers.features_endpoints),
         gpus_each=servers.tensor_parallel if own and servers.device == "cuda" else 0,
         bytes_per_token=form(config).bytes_per_token if stored else 0,
         tokens_per_s=config.rates.features_tokens_per_s,

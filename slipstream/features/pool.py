@@ -60,9 +60,13 @@ def mapped(path: Path) -> Iterator[Any]:
 
 
 class FeaturePool:
-    """Hidden states by token sequence for one recipe.  Safe to use from several threads and processes."""
+    """Hidden states by token sequence for one recipe.  Safe to use from several threads and processes.
 
-    def __init__(self, workdir: Path, recipe: str, form: Form) -> None:
+    With `several_hosts` the index has no write-ahead log: SQLite shares one through memory, which only processes of
+    one host have.  Its locks then are the network file system's.
+    """
+
+    def __init__(self, workdir: Path, recipe: str, form: Form, several_hosts: bool = False) -> None:
         self.folder = workdir / "pool" / "features" / recipe
         self.folder.mkdir(parents=True, exist_ok=True)
         self.form = form
@@ -72,8 +76,8 @@ class FeaturePool:
         self._db = sqlite3.connect(
             self.folder / "index.sqlite3", isolation_level=None, timeout=60, check_same_thread=False
         )
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
+        self._db.execute(f"PRAGMA journal_mode={'DELETE' if several_hosts else 'WAL'}")
+        self._db.execute(f"PRAGMA synchronous={'FULL' if several_hosts else 'NORMAL'}")
         self._db.execute(f"CREATE TABLE IF NOT EXISTS {TABLE} ({COLUMNS}) WITHOUT ROWID")
 
     def close(self) -> None:

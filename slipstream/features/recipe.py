@@ -57,7 +57,7 @@ def form(config: RunConfig) -> Form:
 
 def open_pool(workdir: Path, config: RunConfig) -> FeaturePool:
     """The row pool of this configuration's recipe."""
-    return FeaturePool(workdir, digest(recipe(config)), form(config))
+    return FeaturePool(workdir, digest(recipe(config)), form(config), several_hosts=config.servers.runner == "ray")
 
 
 def final_state_of(made: Mapping[str, Any], store: str) -> str:

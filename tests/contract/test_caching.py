@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from prefect import flow, task
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, PREFECT_RESULTS_LOCAL_STORAGE_PATH, temporary_settings
-from prefect.testing.utilities import prefect_test_harness
 
 from slipstream.artifact import Artifact, claim, find, stage_key
 from slipstream.errors import InputError, StageFailed, TransientError
 from tasks.retries import is_transient
 from tasks.stage import options
 
-
-@pytest.fixture(scope="module", autouse=True)
-def harness() -> Iterator[None]:
-    """One embedded Prefect for this file."""
-    with (
-        prefect_test_harness(server_startup_timeout=120),
-        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
-    ):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def results(tmp_path: Path) -> Iterator[None]:
-    """Results of each test in a folder of its own."""
-    with temporary_settings({PREFECT_RESULTS_LOCAL_STORAGE_PATH: tmp_path / "results"}):
-        yield
+pytestmark = pytest.mark.usefixtures("results")
 
 
 def key(inputs: dict) -> str:

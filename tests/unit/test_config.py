@@ -15,6 +15,7 @@ from slipstream import config
 from slipstream.config import RunConfig, load_config, rehearsal
 from slipstream.digest import digest
 from slipstream.errors import InputError
+from slipstream.features.recipe import recipe
 
 DEPLOYMENTS = sorted((Path(__file__).parents[2] / "deployments").glob("*.yaml"))
 STAGES = [kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, config.Stage)]
@@ -146,6 +147,8 @@ def test_a_bad_value_is_named(values: dict[str, Any], tmp_path: Path, key: str, 
         ("verifier.trust_remote_code", True, "pinned revision"),
         ("servers.features_endpoints", ["http://127.0.0.1:1/v1"], "features_storage"),
         ("servers", {"gpus": 3, "tensor_parallel": 2}, "multiple"),
+        ("servers", {"ray_address": "head:6379"}, "runner is threads"),
+        ("servers", {"device": "cpu", "start_ahead": True, "runner": "ray"}, "start_ahead"),
         ("drafter.shape.num_key_value_heads", 3, "multiple"),
         ("acceptance.untrained", True, "keep_initial"),
     ],
@@ -277,3 +280,19 @@ def test_rehearsal(path: Path) -> None:
     assert (small.servers, small.verifier, small.features) == (whole.servers, whole.verifier, whole.features)
     assert small.drafter.shape == whole.drafter.shape
     assert RunConfig.model_validate(small.model_dump(mode="json")) == small
+
+
+def test_anchored_paths_are_absolute_and_change_no_key(
+    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(root)
+    relative = {"verifier": {"path": "slipstream/pocket/verifier"}, "workdir": "w"}
+    config = make_config(**relative, servers={"features_endpoints": ["http://a/v1"], "features_storage": "states"})
+    anchored = config.anchored()
+    monkeypatch.chdir(tmp_path)
+    assert anchored.root == root / "w"
+    assert anchored.verifier.path == str(root / "slipstream/pocket/verifier")
+    assert anchored.servers.python == str(root / ".venv-serve/bin/python")
+    assert anchored.servers.features_storage == str(root / "states")
+    assert recipe(anchored)["verifier"] == recipe(make_config())["verifier"]
+    assert make_config().anchored().servers.features_storage is None

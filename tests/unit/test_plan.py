@@ -127,3 +127,15 @@ def test_contradictions_are_one_sentence(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=words):
         plan(make_config(**changes))
+
+
+def test_ray_that_is_not_installed_is_named(
+    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planning.require_runner(make_config())
+    monkeypatch.setattr(planning, "find_spec", lambda name: None)
+    planning.require_runner(make_config())
+    with pytest.raises(
+        InputError, match=r"servers\.runner: ray needs the package prefect-ray; pip install 'slipstream\[ray\]'"
+    ):
+        planning.require_runner(make_config(servers={"runner": "ray"}))

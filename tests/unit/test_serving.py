@@ -89,7 +89,7 @@ def test_reasoning_parser_and_extra_arguments() -> None:
 
 
 def test_the_environment_is_offline_and_has_its_gpus(tmp_path: Path) -> None:
-    gpu = serving.environment(ServersConfig(gpus=8, tensor_parallel=4), tmp_path, [4, 5, 6, 7])
+    gpu = serving.environment(ServersConfig(gpus=8, tensor_parallel=4), tmp_path, ["4", "5", "6", "7"])
     assert gpu["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
     assert (gpu["HF_HUB_OFFLINE"], gpu["VLLM_NO_USAGE_STATS"], gpu["DO_NOT_TRACK"]) == ("1", "1", "1")
     cpu = serving.environment(ServersConfig(device="cpu", kv_cache_gib=2), tmp_path, [])
@@ -99,10 +99,15 @@ def test_the_environment_is_offline_and_has_its_gpus(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("allowed", "expected"),
-    [(None, [[0, 1], [2, 3]]), ("4,5,6,7", [[4, 5], [6, 7]]), ("3,1,0,2", [[3, 1], [0, 2]])],
+    [
+        (None, [["0", "1"], ["2", "3"]]),
+        ("4,5,6,7", [["4", "5"], ["6", "7"]]),
+        ("3, 1,0,2", [["3", "1"], ["0", "2"]]),
+        ("GPU-8932f937,GPU-1,MIG-GPU-2/1/0,MIG-3", [["GPU-8932f937", "GPU-1"], ["MIG-GPU-2/1/0", "MIG-3"]]),
+    ],
 )
 def test_replicas_have_gpus_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, allowed: str | None, expected: list[list[int]]
+    monkeypatch: pytest.MonkeyPatch, allowed: str | None, expected: list[list[str]]
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if allowed is not None:
@@ -110,6 +115,18 @@ def test_replicas_have_gpus_of_their_own(
     servers = ServersConfig(gpus=4, tensor_parallel=2)
     assert [serving.visible_gpus(servers, replica) for replica in range(servers.replicas)] == expected
     assert serving.visible_gpus(ServersConfig(device="cpu"), 0) == []
+
+
+@pytest.mark.parametrize(
+    ("allowed", "listed"), [("", 0), ("-1", 0), ("NoDevFiles", 0), ("2", 1), ("GPU-1,GPU-2,GPU-3", 3)]
+)
+def test_too_few_visible_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, allowed: str, listed: int) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+    servers = ServersConfig(gpus=4, tensor_parallel=2)
+    with pytest.raises(
+        InputError, match=f"CUDA_VISIBLE_DEVICES={allowed}: {listed} GPUs are free, and server 1 needs 2"
+    ):
+        serving.visible_gpus(servers, 1)
 
 
 def test_a_missing_serve_environment_is_named() -> None:

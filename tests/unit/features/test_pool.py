@@ -190,3 +190,17 @@ def test_a_server_that_writes_to_another_file_system(pool: FeaturePool) -> None:
         assert file_of(pool, ROWS[0]).read_bytes() == content(ROWS[0])
     finally:
         shutil.rmtree(folder)
+
+
+def test_hosts_that_share_a_pool_share_no_memory(tmp_path: Path) -> None:
+    """SQLite's write-ahead log needs memory that all readers map; a rollback journal needs files and locks alone."""
+    form = Form(4, 8, "float32")
+    modes = {}
+    for several in (False, True, False):
+        with closing(FeaturePool(tmp_path, "r", form, several_hosts=several)) as opened:
+            modes[several] = opened._db.execute("PRAGMA journal_mode").fetchone()[0]
+            written = tmp_path / "captured.safetensors"
+            written.write_bytes(content(ROWS[0]))
+            opened.add(ROWS[0], written)
+            assert (opened.folder / "index.sqlite3-shm").exists() != several
+    assert modes == {False: "wal", True: "delete"}
