@@ -8,6 +8,7 @@ from prefect.runtime import flow_run
 from slipstream.artifact import Artifact
 from slipstream.config import FeaturesConfig, RunConfig
 from tasks.features import assemble_features, capture_shard, find_traces, layer_reference, plan_features
+from tasks.features_shown import show_features
 from tasks.runners import shard_runner
 
 
@@ -51,4 +52,6 @@ def capture_features(
             "layers": unmapped(layers),
         }
         captured = runner.map(capture_shard, arguments).result() if shards else []
-    return assemble_features(config, source, captured), captured
+    store = assemble_features(config, source, captured)
+    show_features(store, captured)
+    return store, captured

@@ -22,13 +22,13 @@ def configuration(folder: Path, servers: dict[str, Any], **features: Any) -> Run
     values["verifier"]["path"] = str(ROOT / "slipstream" / "pocket" / "verifier")
     folder.mkdir(parents=True, exist_ok=True)
     python = str(interpreter(folder / "python"))
-    values["servers"] |= {"python": python, "start_ahead": False, "startup_timeout_s": 60} | servers
+    values["servers"] |= {"python": python, "start_ahead": False, "startup_timeout_s": 300} | servers
     values["features"] |= {"probe_samples": 0, "probe_all_layers": False, "concurrency": 1} | features
     return RunConfig.model_validate(values)
 
 
-def traces_of(config: RunConfig, rows: int) -> Artifact:
-    """Finished traces with `rows` rows of three to seven tokens, the last quarter for validation."""
+def traces_of(config: RunConfig, rows: int, prompts: str = "") -> Artifact:
+    """Finished traces of the prompts content `prompts`: `rows` rows of three to seven tokens."""
     made_with = {"verifier": verifier.identity(config.verifier)}
     ids = [[5 + i, *range(1, 3 + i % 5)] for i in range(rows)]
     table = [
@@ -48,7 +48,7 @@ def traces_of(config: RunConfig, rows: int) -> Artifact:
         return folder.commit(
             version=1,
             recipe=made_with,
-            inputs={},
+            inputs={"prompts": prompts} if prompts else {},
             content=f"rows{rows}",
             files=["traces.parquet"],
             counts={"rows": rows},
