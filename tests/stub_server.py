@@ -233,6 +233,7 @@ class LoopbackServer:
 
     def __init__(self, port: int = 0, max_model_len: int = 4096) -> None:
         self.max_model_len = max_model_len
+        self.model = MODEL  # the name it lists; answers carry MODEL
         self._wanted = port
         self._listener: asyncio.Server | None = None
         self._tokenize: Callable[[dict[str, Any]], list[int] | int] = tokenize
@@ -262,7 +263,7 @@ class LoopbackServer:
         """What a request gets; None closes its connection without an answer."""
         match method, path:
             case "GET", "/v1/models":
-                entry = {"id": MODEL, "object": "model", "max_model_len": self.max_model_len}
+                entry = {"id": self.model, "object": "model", "max_model_len": self.max_model_len}
                 return as_json({"object": "list", "data": [entry]})
             case "POST", "/tokenize":
                 ids = self._tokenize(json.loads(data))

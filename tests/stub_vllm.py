@@ -47,6 +47,7 @@ def main(arguments: list[str]) -> None:
         hidden=config.get("text_config", config)["hidden_size"],
         port=int(given["--port"]),
     )
+    server.model = given["--model"]
     delay_s = float(os.environ.get("STUB_DELAY_S", "0"))
     server.on_capture(lambda tokens, number: Capture(delay_s=delay_s))
     with server:
