@@ -4,7 +4,8 @@ Writes benchmarks/results/features_capture.json (or --result).  One run measures
 
 * prefill: a plain vLLM server without prefix caching, one request a sample, one token generated;
 * connector: the extraction server (vLLM's stock connector), the same requests, until every file is written;
-* capture: Slipstream's shard stage on the same server: states checked, checksums, row pool, index, manifest;
+* capture: Slipstream's shard stage on the same server: states checked, checksums, row pool, index, manifest; its sync
+  apart;
 * speculators: `speculators generate-offline-data --validate-outputs` on the same server (it checks as well).
 
 The verifier is a slice of Kimi-K2.5's width (hidden 7168, MLA, MoE top-8) with 4 layers and random weights.  The files

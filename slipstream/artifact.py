@@ -246,9 +246,9 @@ class StageFolder:
     ) -> Artifact:
         """Writes the manifest and so finishes the folder.
 
-        `files` are paths relative to the folder; a FileRecord that is already known spares reading the
-        file again.  `counts` say what the artifact holds, `work` what this execution did for it, `origin`
-        where it comes from: what a later stage compares itself with, by names that people know.
+        `files` are paths relative to the folder; a FileRecord that is already known spares reading the file again, and
+        a file outside the folder needs one and must be on the disk already.  `counts` say what the artifact holds,
+        `work` what this execution did for it, `origin` whose it is, in names that people know.
         """
         known = dict(files) if isinstance(files, Mapping) else dict.fromkeys(files)
         records: dict[str, FileRecord] = {}
@@ -256,7 +256,8 @@ class StageFolder:
             if record is None:
                 atomic.fsync_file(self.path / name)
             records[name] = record or file_record(self.path / name)
-        for folder in sorted({(self.path / name).parent for name in records}):
+        inside = {name for name in records if ".." not in Path(name).parts}  # whoever lists others has synced them
+        for folder in sorted({(self.path / name).parent for name in inside}):
             atomic.fsync_folder(folder)
         manifest = Manifest(
             stage=self.stage,

@@ -142,8 +142,7 @@ class FeaturePool:
             unsynced = [key for key in keys if self._unsynced(key)]
         with ThreadPoolExecutor(max_workers=8) as threads:
             list(threads.map(lambda key: atomic.fsync_file(self.path(key)), unsynced))
-        for folder in {self.path(key).parent for key in unsynced}:
-            atomic.fsync_folder(folder)
+            list(threads.map(atomic.fsync_folder, {self.path(key).parent for key in unsynced}))
         with self._lock:
             self._db.execute("BEGIN")
             self._db.executemany(f"UPDATE {TABLE} SET boot = NULL WHERE key = ?", [(key,) for key in unsynced])

@@ -68,13 +68,7 @@ def capture_shard(
             missing = {row.key: row for row in rows if pool.find(row.token_ids) is None}
             outcome, probed = capture.Outcome(), None
             if missing and made["final_state"] != PRE_NORM:
-                raise StageFailed(
-                    f"features: {len(missing)} of {len(rows)} samples of shard {shard.index} are gone or damaged, and "
-                    "a "
-                    f"server gives the final state {PRE_NORM}, this store holds it {made['final_state']}: import the "
-                    "store "
-                    f"{traces.manifest().origin.get('store')} again"
-                )
+                raise _cannot_be_captured(len(missing), len(rows), shard, made["final_state"], traces)
             if missing:
                 vouched.forget(pool.folder, missing)
                 wanted = [(row.number, row.token_ids) for row in missing.values()]
@@ -90,6 +84,8 @@ def capture_shard(
                 for row, sample in found
                 if sample is None
             ]
+            samples = {entry.key: entry.sample for entry in entries}
+            pool.sync(list(samples))  # first: the fsync of a small file would wait for all of these, unseen
             atomic.write_lines(folder.path / LOST, lost)
             if len(lost) > config.features.max_lost_share * len(rows):
                 raise StageFailed(
@@ -97,8 +93,6 @@ def capture_shard(
                     f"than max_lost_share {config.features.max_lost_share:g}; the first: {lost[0]['reason']}"
                 )
             index.write(folder.path / index.FILE, entries, pool.form.dtype)
-            samples = {entry.key: entry.sample for entry in entries}
-            pool.sync(list(samples))
             files: dict[str, FileRecord | None] = {LOST: None, index.FILE: None}
             if (folder.path / probe.FILE).exists():
                 files[probe.FILE] = None
@@ -127,3 +121,11 @@ def capture_shard(
                 "probe": None if probed is None else probed.summary(),
             },
         )
+
+
+def _cannot_be_captured(missing: int, rows: int, shard: Shard, final_state: str, traces: Artifact) -> StageFailed:
+    return StageFailed(
+        f"features: {missing} of {rows} samples of shard {shard.index} are gone or damaged, and a server gives the "
+        f"final state {PRE_NORM}, this store holds it {final_state}: import the store "
+        f"{traces.manifest().origin.get('store')} again"
+    )

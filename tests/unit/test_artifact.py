@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from slipstream import artifact
+from slipstream import artifact, atomic
 from slipstream.artifact import Artifact
 from slipstream.errors import Damaged
 
@@ -241,3 +241,23 @@ def test_damaged_files_are_kept_aside_and_emptied_under_all_their_names(tmp_path
     assert (aside / "bad").read_bytes() == b"BAD"
     assert sorted(item.path for item in made.verify()) == ["bad", "pool/bad"]
     assert (made.folder / "good").read_bytes() == b"good"
+
+
+def test_a_commit_syncs_its_own_folders_and_not_those_of_files_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard lists hundreds of the pool's folders; syncing each again cost as long as the capture."""
+    synced: list[Path] = []
+    monkeypatch.setattr(atomic, "fsync_folder", synced.append)
+    pool = tmp_path / "pool" / "ab"
+    pool.mkdir(parents=True)
+    (pool / "sample").write_bytes(b"x")
+    with artifact.claim(tmp_path, "stage", "key") as folder:
+        (folder.path / "sub").mkdir()
+        (folder.path / "sub" / "own").write_bytes(b"y")
+        elsewhere = os.path.relpath(pool / "sample", folder.path)
+        known = {elsewhere: artifact.file_record(pool / "sample"), "sub/own": None}
+        made = folder.commit(version=1, recipe={}, inputs={}, content="c", files=known)
+    assert pool not in synced
+    assert folder.path / "sub" in synced
+    assert made.verify(deep=True) == []
