@@ -14,7 +14,7 @@ from slipstream.features import reference, servers, shard_stage, store
 from slipstream.features.plan import CapturePlan, Load, plan_capture
 from slipstream.features.shards import Shard
 from slipstream.traces.origin import open_traces
-from tasks.progress import duration, reporting
+from tasks.progress import duration, reporting, size
 from tasks.stage import options, show, wait_logger
 
 
@@ -42,8 +42,8 @@ def _planned(name: str, whole: Load, missing: Load, planned: CapturePlan) -> dic
         "tokens": f"{whole.tokens:,}",
         "rows to capture": f"{missing.rows:,}",
         "tokens to capture": f"{missing.tokens:,}",
-        "GB to capture": f"{missing.tokens * planned.bytes_per_token / 1e9:,.3f}",
-        "expected time": duration(missing.tokens / planned.tokens_per_s) if missing.tokens else "-",
+        "bytes to capture": size(missing.tokens * planned.bytes_per_token),
+        "expected time": duration(missing.tokens / planned.tokens_per_s) if missing.tokens else "none",
     }
 
 

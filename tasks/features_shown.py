@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from prefect import task
@@ -15,6 +14,7 @@ from prefect.utilities.urls import url_for
 from slipstream.artifact import Artifact
 from slipstream.lineage import lineage
 
+NONE = "n/a"  # a dash becomes the bullet of a list
 COUNTS = ("samples", "tokens", "bytes", "lost")
 
 
@@ -43,7 +43,7 @@ def store_rows(shards: Sequence[Artifact]) -> list[dict[str, Any]]:
             }
         )
     figures = {name: f"{value:,}" for name, value in total.items()}
-    end = {"checksums": _checksums(damaged, files), "tokens/s": "-", "probe": "-"}
+    end = {"checksums": _checksums(damaged, files), "tokens/s": NONE, "probe": NONE}
     return [*rows, {"shard": "total", **figures, **end}]
 
 
@@ -54,24 +54,22 @@ def _checksums(damaged: int, files: int) -> str:
 
 def _figure(value: Any) -> str:
     if value is None:
-        return "-"
+        return NONE
     if isinstance(value, dict):
         return ", ".join(f"{name} {figure}" for name, figure in value.items())
     return f"{value:,}" if isinstance(value, int | float) else str(value)
 
 
 def markdown(features: Artifact) -> str:
-    """A mermaid picture of the steps and a table of their keys, contents, counts and folders."""
+    """The steps in a line, a table of their keys, contents and counts, and their folders."""
     steps = lineage(features)
-    boxes = [f'  {step.stage}["{step.stage}<br/>{_counts(step)}<br/>content {step.content[:8]}"]' for step in steps]
-    arrows = [f"  {before.stage} --> {after.stage}" for before, after in pairwise(steps)]
-    lines = ["```mermaid", "flowchart LR", *boxes, *arrows, "```", ""]
-    lines += ["| stage | made | counts | key | content | artifact | folder |", "|---|---|---|---|---|---|---|"]
+    lines = [" → ".join(f"[{step.stage}](/artifacts/key/{step.stage})" for step in steps), ""]
+    lines += ["| stage | made | counts | content | key |", "|---|---|---|---|---|"]
     for step in steps:
         ended = step.manifest().ended[:19].replace("T", " ")
-        shown = f"[{step.stage}](/artifacts/key/{step.stage})"
-        cells = [step.stage, ended, _counts(step), f"`{step.key}`", f"`{step.content}`", shown, f"`{step.path}`"]
+        cells = [step.stage, ended, _counts(step), f"`{step.content[:12]}`", f"`{step.key[:12]}`"]
         lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", *(f"* {step.stage}: `{step.path}`" for step in steps)]
     run = flow_run.id and url_for("flow-run", obj_id=str(flow_run.id))
     return "\n".join([*lines, "", f"Shown by [flow run {flow_run.name}]({run})" if run else ""])
 

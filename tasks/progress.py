@@ -41,6 +41,14 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def size(count: int) -> str:
+    """`820 kB`, `1.4 MB`, `828.0 GB`: bytes in powers of 1,000."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:,.1f} {unit}"
+    return f"{count} bytes"
+
+
 class Pace:
     """Time left, by what was done since the first report: a resumed stage finds much done, and that cost no time."""
 

@@ -60,9 +60,9 @@ def test_plan_progress_store_and_lineage(tmp_path: Path) -> None:
     for i in range(3):
         assert artifacts[f"features-shard-{i}-progress"].data == 100.0
     page = artifacts["features-lineage"].data
-    assert "prompts --> traces" in page
-    assert "traces --> features" in page
-    for text in (store.key, store.content, traces.content, "8 train, 2 validation, 4 held-out"):
+    steps = "[prompts](/artifacts/key/prompts) → [traces](/artifacts/key/traces) → [features](/artifacts/key/features)"
+    assert steps in page
+    for text in (store.key, store.content[:12], traces.content[:12], "8 train, 2 validation, 4 held-out"):
         assert text in page
 
     again, _ = capture_features(config, traces.path)

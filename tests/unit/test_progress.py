@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.progress import Progress
-from tasks.progress import Pace, describe, duration
+from tasks.progress import Pace, describe, duration, size
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,11 @@ def test_nothing_is_left_at_the_end() -> None:
 def test_a_count_that_starts_again_starts_the_clock_again() -> None:
     assert left([(0, 0), (10, 50), (20, 0)], 100) is None
     assert left([(0, 0), (10, 50), (20, 0), (30, 10)], 100) == pytest.approx(90)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (246_256, "246.3 kB"), (1_400_000, "1.4 MB"), (828_047_360_000, "828.0 GB")],
+)
+def test_size(count: int, text: str) -> None:
+    assert size(count) == text
