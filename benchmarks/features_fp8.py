@@ -5,8 +5,8 @@ the verifier's type and once as per-token float8_e4m3; a drafter is trained on e
 of each is measured on a vLLM server with the held-out prompts.  Everything is made by the stages of a run, without
 Prefect; what a work directory (--work) has is not made again, so the run can be continued.
 
-    fp8_bytes_over_native             bytes of the two stores
-    fp8_accepted_length_over_native   means over the seeds
+    fp8_bytes_over_bf16             bytes of the two stores
+    fp8_accepted_length_over_bf16   means over the seeds
     noise                             the standard deviation over the seeds of native, relative to its mean
 """
 
@@ -151,8 +151,8 @@ def main() -> None:
         "dtype": args.dtype,
         "held_out_prompts": prompt_set.count(prompts, splits.HELD_OUT),
         **figures,
-        "fp8_bytes_over_native": round(figures["fp8"]["bytes"] / figures["native"]["bytes"], 4),
-        "fp8_accepted_length_over_native": round(means["fp8"] / means["native"], 4),
+        "fp8_bytes_over_bf16": round(figures["fp8"]["bytes"] / figures["native"]["bytes"], 4),
+        "fp8_accepted_length_over_bf16": round(means["fp8"] / means["native"], 4),
         "noise": round(statistics.stdev(lengths["native"]) / means["native"], 4),
         "noise_fp8": round(statistics.stdev(lengths["fp8"]) / means["fp8"], 4),
         "versions": tool_versions(),

@@ -6,6 +6,7 @@ import fcntl
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "infra" / "serve" / "plugin"))
 
-from slipstream_vllm import atomic_writes  # noqa: E402
+from slipstream_vllm import atomic_writes, tensor_parallel  # noqa: E402
 
 TENSORS = {"hidden_states": torch.randn(3, 4, 8), "token_ids": torch.arange(3)}
 
@@ -79,3 +80,29 @@ def test_a_write_that_fails_leaves_nothing_and_releases_the_lock(tmp_path: Path)
         atomic_writes.through(full, TENSORS, Event(), str(path), locked(path))
     assert released(path)
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors.lock"]
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["as in 0.26", "as in 0.32"])
+def test_one_rank_finishes_a_request_whatever_the_version(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes of both versions: 0.26's connector inherits None, which vLLM takes as every rank."""
+
+    class Base:
+        def get_finished_count(self) -> int | None:
+            return None
+
+    class Connector(Base):
+        pass
+
+    if told:
+        Connector.get_finished_count = lambda self: 1
+    mine = Connector.get_finished_count
+    package = "vllm.distributed.kv_transfer.kv_connector.v1"
+    base, example = ModuleType(f"{package}.base"), ModuleType(f"{package}.example_hidden_states_connector")
+    base.KVConnectorBase_V1, example.ExampleHiddenStatesConnector = Base, Connector
+    parents = [".".join(package.split(".")[:i]) for i in range(1, 6)]
+    for module in (*map(ModuleType, parents), base, example):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    tensor_parallel.apply()
+    assert Connector().get_finished_count() == 1
+    assert (Connector.get_finished_count is mine) == told
+    assert Base().get_finished_count() is None
