@@ -4,15 +4,17 @@
 
 For `features.probe_samples` samples that no probe has vouched for yet, those with the smallest keys: every layer
 against a second capture, and the final state against the log-probabilities that the server gives in the same request.
-With a layer reference, the server's layers against it first.  The shard's other samples came through the same server,
-so that a probe that passes vouches for all of them, and reused ones are not probed again.
+With a layer reference, the server's layers against it first.  The shard's other samples came the same way, so that a
+probe that passes vouches for all of them, and reused ones are not probed again.  Unprobed ones that were there before
+(a killed run's, `capture_while_generating`'s) came another way: as many of them are probed besides, those that an
+earlier probe failed with first.
 
 A difference is not tried again: it is named (`diagnosis`), and the stage fails.  The samples stay where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,19 +72,19 @@ def probe(
     layers: Artifact | None,
     folder: Path,
     final_state: str = recipe.PRE_NORM,
+    captured: Collection[str] = (),
 ) -> Table:
-    """Probes the samples of `rows` that lie in the pool unprobed; writes `folder`/probe.json and vouches for them.
+    """Probes `rows`, which lie in the pool, as far as unprobed; writes `folder`/probe.json and vouches for them.
 
-    `layers` is the layer reference.  Raises StageFailed that names what is wrong and which samples show it.
+    `layers` is the layer reference, `captured` are the keys of those that came just now.  Raises StageFailed that
+    names what is wrong and which samples show it.
     """
     tolerance = TOLERANCES[pool.form.dtype]
     shape = verifier.load_shape(config.verifier)
     ids = Layers(verifier.capture_ids(config.features.layer_ids, shape), shape.num_layers)
     table = Table(tolerance, list(ids.ids))
-    present = [row for row in rows if pool.path(row.key).exists()]
-    fresh = vouched.unprobed(pool.folder, [row.key for row in present])
-    chosen = sorted((row for row in present if row.key in fresh), key=lambda row: row.key)
-    chosen = chosen[: config.features.probe_samples]
+    fresh = vouched.unprobed(pool.folder, [row.key for row in rows])
+    chosen = _chosen(config, rows, fresh, captured, vouched.doubted(pool.folder, fresh))
     if not config.features.probe_samples:
         table.not_probed.append("features.probe_samples is 0")
     where = str(folder)
@@ -95,10 +97,11 @@ def probe(
     for row in chosen:
         if table.finding is not None:
             break
-        table.finding = _sample(config, pool, row, present, lease, ids, final_state, head, table)
+        table.finding = _sample(config, pool, row, rows, lease, ids, final_state, head, table)
         where = str(pool.path(row.key))
     atomic.write_json(folder / FILE, {**asdict(table), "summary": table.summary()})
     if table.finding is not None:
+        vouched.doubt(pool.folder, fresh)
         raise StageFailed(
             f"features: {table.finding}; the probe stopped at {where}, and {len(fresh)} samples of this shard are kept "
             f"unprobed in {pool.folder}: delete that folder when the verifier or its server is right again"
@@ -106,6 +109,17 @@ def probe(
     if config.features.probe_samples:
         vouched.vouch(pool.folder, fresh)
     return table
+
+
+def _chosen(
+    config: RunConfig, rows: Sequence[Row], fresh: Collection[str], captured: Collection[str], doubted: Collection[str]
+) -> list[Row]:
+    """The rows to probe: of those that were there before and of those `captured` now, `probe_samples` each."""
+    by_key = {row.key: row for row in rows if row.key in fresh}
+    before = sorted((key for key in by_key if key not in captured), key=lambda key: (key not in doubted, key))
+    now = sorted(key for key in by_key if key in captured)
+    count = config.features.probe_samples
+    return [by_key[key] for key in (*before[:count], *now[:count])]
 
 
 def _without_reference(config: RunConfig) -> str:

@@ -57,7 +57,13 @@ def form(config: RunConfig) -> Form:
 
 def open_pool(workdir: Path, config: RunConfig) -> FeaturePool:
     """The row pool of this configuration's recipe."""
-    return FeaturePool(workdir, digest(recipe(config)), form(config), several_hosts=config.servers.runner == "ray")
+    return pool_of(workdir, config, final_state(config))
+
+
+def pool_of(workdir: Path, config: RunConfig, final: str) -> FeaturePool:
+    """The row pool of samples whose final state is PRE_NORM or POST_NORM."""
+    several_hosts = config.servers.runner == "ray"
+    return FeaturePool(workdir, digest(recipe_of(config, final)), form(config), several_hosts)
 
 
 def final_state_of(made: Mapping[str, Any], store: str) -> str:

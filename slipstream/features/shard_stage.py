@@ -73,11 +73,12 @@ def capture_shard(
                 vouched.forget(pool.folder, missing)
                 wanted = [(row.number, row.token_ids) for row in missing.values()]
                 outcome = capture.capture(wanted, lend, pool, config.features, report)
-            if config.features.probe_samples and vouched.unprobed(pool.folder, [row.key for row in rows]):
-                with lend() as lease:
-                    probed = probe.probe(config, pool, rows, lease, layers, folder.path, final_state(config))
-            reasons = {key: outcome.lost.get(row.number, "not in the pool") for key, row in missing.items()}
             found = [(row, pool.find(row.token_ids)) for row in rows]
+            held = [row for row, sample in found if sample]  # a lost row's damaged file may still be there
+            if config.features.probe_samples and vouched.unprobed(pool.folder, [row.key for row in held]):
+                with lend() as lease:
+                    probed = probe.probe(config, pool, held, lease, layers, folder.path, final_state(config), missing)
+            reasons = {key: outcome.lost.get(row.number, "not in the pool") for key, row in missing.items()}
             entries = [Entry(row.number, row.trace, row.split, row.key, sample) for row, sample in found if sample]
             lost = [
                 {"row": row.number, "trace": row.trace, "key": row.key, "reason": reasons.get(row.key, "damaged since")}

@@ -154,10 +154,3 @@ def _write_dataset(folder: Path, traces: Artifact, kept: Sequence[_Kept], droppe
         dataset.save_to_disk(temporary)
         for path in Path(temporary).iterdir():
             os.replace(path, folder / path.name)
-
-
-def _without_end(column: Any, dropped: int) -> Any:
-    """The lists of an int64 list column without their last `dropped` values."""
-    import pyarrow as pa
-
-    return pa.array([values[:-dropped] for values in column.to_pylist()], column.type)

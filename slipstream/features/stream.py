@@ -144,8 +144,10 @@ class _Asking:
 
     def _read(self, path: Path, token_ids: Sequence[int]) -> Sample:
         data = self._memory.take(path.stat().st_size)
+        view, count = memoryview(data.data), 0
         with path.open("rb", buffering=0) as file:
-            count = file.readinto(data.data)
+            while read := file.readinto(view[count:]):  # one call gives 2 GiB at most: 37,000 tokens of 57,344 bytes
+                count += read
         check(data[:count], token_ids, self._streaming.form)
         states = tensors(data[:count])["hidden_states"]
         dtype = getattr(torch, self._streaming.dtype)

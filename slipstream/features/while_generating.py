@@ -32,8 +32,9 @@ import aiohttp
 from slipstream import serving
 from slipstream.chat import Answer, Message, Server
 from slipstream.config import RunConfig
+from slipstream.digest import digest_tokens
 from slipstream.errors import ServerError, SlipstreamError
-from slipstream.features import servers
+from slipstream.features import servers, vouched
 from slipstream.features.disk import Disk
 from slipstream.features.extraction import ExtractionServer, request_name
 from slipstream.features.pool import FeaturePool
@@ -139,6 +140,7 @@ class WhileGenerating:
     def _store(self, row: Sequence[int], path: Path) -> bool:
         if self._pool.find(row) is not None:
             return False  # manifests vouch for the bytes that are there
+        vouched.forget(self._pool.folder, [digest_tokens(row)])
         self._pool.add(row, path)
         return True
 

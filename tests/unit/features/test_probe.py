@@ -62,9 +62,9 @@ class Shard:
 
     def __call__(self, *sequences: Sequence[int], final_state: str = PRE_NORM, **more: Any) -> probe.Table:
         """Probes these sequences."""
-        layers = more.pop("layers", None)
-        rows = self.rows(*sequences)
-        return probe.probe(self.config(**more), self.pool, rows, self.lease, layers, self.folder, final_state)
+        layers, captured = more.pop("layers", None), more.pop("captured", ())
+        rows, config = self.rows(*sequences), self.config(**more)
+        return probe.probe(config, self.pool, rows, self.lease, layers, self.folder, final_state, captured)
 
     def finding(self, *sequences: Sequence[int], **more: Any) -> str:
         """What the probe says of them."""
@@ -127,6 +127,29 @@ def test_what_a_probe_has_vouched_for_is_not_probed_again(shard: Shard) -> None:
     assert len(shard.stub.requests) == asked
     vouched.forget(shard.pool.folder, [digest_tokens(samples()[1])])  # it is captured again
     assert [sample["trace"] for sample in shard(*samples()[:3]).samples] == ["t1"]
+
+
+def test_what_was_there_before_is_probed_beside_what_came_now(shard: Shard) -> None:
+    """Both halves of a shard came their own way, so neither vouches for the other."""
+    for tokens in samples()[:6]:
+        shard.store(tokens, intact(tokens))
+    keys = sorted(digest_tokens(tokens) for tokens in samples()[:6])
+    table = shard(*samples()[:6], captured=keys[:3])
+    assert [sample["key"] for sample in table.samples] == [*keys[3:5], *keys[:2]]
+
+
+def test_what_failed_is_probed_first_among_others(shard: Shard) -> None:
+    """Another division of the rows puts the bad sample, the last by key, among many that nobody probed either."""
+    in_order = sorted(samples()[:6], key=digest_tokens)
+    bad = in_order[-1]
+    shard.store(bad, pocket().states(bad, [2, 3, 5, 5]))
+    shard.finding(bad)
+    for tokens in in_order[:-1]:
+        shard.store(tokens, intact(tokens))
+    assert "trace t5: the stored" in shard.finding(*in_order, probe_samples=1)
+    vouched.forget(shard.pool.folder, [digest_tokens(bad)])  # it is captured again
+    shard.store(bad, intact(bad))
+    assert [sample["key"] for sample in shard(*in_order, probe_samples=1).samples] == [digest_tokens(in_order[0])]
 
 
 def test_a_probe_that_failed_fails_again(shard: Shard) -> None:

@@ -18,6 +18,7 @@ from stub_server import Capture, StubServer
 
 from slipstream.artifact import Artifact, claim
 from slipstream.config import RunConfig
+from slipstream.digest import digest_tokens
 from slipstream.errors import StageFailed
 from slipstream.features import last_state, probe, shard_stage
 from slipstream.features.distance import relative
@@ -95,6 +96,22 @@ def test_a_lost_sample_is_probed_when_it_is_captured_again(run: Runner) -> None:
     assert (work["captured"], work["probe"]["samples"]) == (1, 1)
     probed = json.loads((made.folder / probe.FILE).read_text())["samples"]
     assert [sample["key"] for sample in probed] == [lost.stem]
+
+
+def test_a_damaged_sample_that_cannot_be_captured_again_is_lost_and_not_probed(run: Runner) -> None:
+    """Its emptied file is still there, and the probe must not take that for a sample."""
+    made = run()
+    damaged = next(made.folder / name for name in made.manifest().files if name.startswith(".."))
+    damaged.write_bytes(b"")
+    (tokens,) = (ids for ids in ROWS if digest_tokens(ids) == damaged.stem)
+    run.stub.on_capture(
+        lambda asked, number: Capture(status=400) if asked == tokens else Capture(states=pocket().states(asked, IDS))
+    )
+    features = run.config.features.model_copy(update={"max_lost_share": 0.5})
+    run.config, lent = run.config.model_copy(update={"features": features}), run.lent
+    again = run().manifest()
+    assert (again.counts["samples"], again.counts["lost"], again.work["probe"]) == (5, 1, None)
+    assert run.lent == lent + 1  # for the capture alone
 
 
 def test_a_shard_that_was_killed_before_its_probe_is_probed(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
