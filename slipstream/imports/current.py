@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.artifact import MANIFEST, read_manifest
+from slipstream.artifact import MANIFEST, Manifest, checksum, read_manifest
 from slipstream.errors import Damaged, InputError
 from slipstream.features.recipe import CONVENTION
 from slipstream.features.sample import CODES, SCALES, BadSample
@@ -27,9 +27,10 @@ DATASET = ("state.json", "dataset_info.json")
 
 
 def open_store(folder: Path) -> Store:
-    """The store in `folder`; raises InputError when its data set cannot be read."""
+    """The store in `folder`; raises InputError when its data set cannot be read or is not what its manifest says."""
     import datasets
 
+    manifest = _manifest(folder)
     try:
         rows = datasets.load_from_disk(str(folder))
         rows = rows.select_columns(["input_ids", "loss_mask"]).with_format("numpy")
@@ -39,23 +40,37 @@ def open_store(folder: Path) -> Store:
         folder=folder,
         form="today's form",
         count=len(rows),
-        stated=_stated(folder),
+        stated=Stated() if manifest is None else _stated(folder, manifest),
         survey=partial(_survey, folder, rows),
         states=partial(_states, folder),
         file=lambda sample: folder / sample.name,
+        checksums={} if manifest is None else {name: record.checksum for name, record in manifest.files.items()},
     )
 
 
-def _stated(folder: Path) -> Stated:
+def _manifest(folder: Path) -> Manifest | None:
+    """Of a store of ours, whose rows are intact; None for others.  The samples are compared when they are taken."""
     if not (folder / MANIFEST).is_file():
-        return Stated()
+        return None
     try:
         manifest = read_manifest(folder)
     except Damaged as error:
         raise InputError(str(error)) from error
-    made = manifest.recipe
     if manifest.stage != FEATURES:
         raise InputError(f"{folder}: an artifact of stage {manifest.stage}, only {FEATURES} holds hidden states")
+    rows = [name for name in manifest.files if not name.startswith(HIDDEN_STATES) and (folder / name).is_file()]
+    for name in rows:
+        found, wanted = checksum(folder / name), manifest.files[name].checksum
+        if found != wanted:
+            raise InputError(
+                f"{folder / name}: checksum {found} instead of {wanted} in {MANIFEST}: the rows are not those of this "
+                "store; take an intact copy"
+            )
+    return manifest
+
+
+def _stated(folder: Path, manifest: Manifest) -> Stated:
+    made = manifest.recipe
     return Stated(
         where=str(folder / MANIFEST),
         layer_ids=made.get("layer_ids"),

@@ -5,7 +5,7 @@ Nothing here or there writes into the store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +84,7 @@ class Store:
 
     `survey()` gives its samples in order, without their states (memory for one).  `states(sample)` reads those of
     one; raises BadSample.  `file(sample)` is the path when the file already has the form of the row pool, else None.
+    `checksums` are the XXH3-128 of sample files by name, as far as the store lists them.
     """
 
     folder: Path
@@ -94,6 +95,7 @@ class Store:
     states: Callable[[Sample], States]
     file: Callable[[Sample], Path | None]
     mappings: list[Path] = field(default_factory=list)
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
 
 def sample_of(name: str, number: int, token_ids: Any, loss_mask: Any, shape: tuple[int, ...], dtype: str) -> Sample:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ import torch
 
 from slipstream import serving, verifier
 from slipstream.config import RunConfig
-from slipstream.errors import InputError
-from slipstream.features import reference
+from slipstream.errors import InputError, ServerError, StageFailed
+from slipstream.features import reference, servers
 from slipstream.features.lease import Lease
 from slipstream.features.recapture import recapture
-from slipstream.features.recipe import POST_NORM
-from slipstream.features.sample import Form
+from slipstream.features.recipe import POST_NORM, store_dtype
+from slipstream.features.sample import BadSample, Form
 from slipstream.features.verifier_head import Head, Unreadable, read_head
 from slipstream.imports import convention
 from slipstream.imports.final_state import AFTER, BEFORE, Seen, look
@@ -85,7 +86,7 @@ def measure(workdir: Path, config: RunConfig, store: Store, survey: Survey, said
 
     Raises InputError when what is said and what is measured differ, or when the last state is not the final one.
     """
-    chosen = _chosen(survey)
+    chosen = _chosen(store, survey)
     head = _head(config)
     if said.probe:
         with _served(workdir, config, wanted) as (lease, ids):
@@ -94,9 +95,22 @@ def measure(workdir: Path, config: RunConfig, store: Store, survey: Survey, said
     return _by_text(store, said, wanted, head, chosen)
 
 
-def _chosen(survey: Survey) -> list[Sample]:
-    """The samples to look at: those with the smallest keys, so the same in every run."""
-    return [row.sample for row, _ in zip(survey.usable(order="key"), range(SAMPLES), strict=False)]
+def _chosen(store: Store, survey: Survey) -> list[Sample]:
+    """The samples to look at: the sound ones with the smallest keys, so the same in every run."""
+    sound = (row.sample for row in survey.usable(order="key") if _sound(store, row.sample))
+    chosen = list(islice(sound, SAMPLES))
+    if not chosen:
+        raise StageFailed(f"{store.folder}: the states of every sample are unreadable, not finite or zeros")
+    return chosen
+
+
+def _sound(store: Store, sample: Sample) -> bool:
+    """Whether a sample's states can be compared; what is wrong with one is told when it is taken."""
+    try:
+        values = store.states(sample).values()
+    except BadSample:
+        return False
+    return bool(values.isfinite().all() and values.any(-1).all())
 
 
 def _head(config: RunConfig) -> Head | Unreadable:
@@ -111,7 +125,9 @@ def _served(workdir: Path, config: RunConfig, wanted: list[int]) -> Iterator[tup
     """A server and the ids that it captures: a running one's, or all but the embedding."""
     named = config.servers.features_endpoints
     if named:
-        yield Lease(serving.connect(named[0]), Path(str(config.servers.features_storage))), wanted
+        storage = Path(str(config.servers.features_storage))
+        servers.check_storage(storage)
+        yield Lease(serving.connect(named[0]), storage), wanted
         return
     serving.require_environment(config.servers)
     with reference.serve(workdir, config) as lease:
@@ -132,13 +148,19 @@ def _matches(
     Only the beginning of a sample is captured: what follows cannot change it, and all layers take much room a token.
     """
     shape = verifier.load_shape(config.verifier)
+    dtype = store_dtype(config) if config.servers.features_endpoints else config.verifier.dtype
+    form = Form(len(ids), shape.hidden_size, dtype)
     found = []
     for sample in chosen:
         states = store.states(sample).values()[: reference.LONGEST]
         tokens = sample.token_ids[: reference.LONGEST].tolist()
-        again = recapture(
-            lease, tokens, Form(len(ids), shape.hidden_size, config.verifier.dtype), config.features.request_timeout_s
-        )
+        try:
+            again = recapture(lease, tokens, form, config.features.request_timeout_s)
+        except BadSample as error:
+            raise ServerError(
+                f"{lease.endpoint.url}: what it captures of the tokens of {sample.name} is no sample of {len(ids)} "
+                f"layers in {dtype}: {error}; see whether it was started for this verifier and features.store"
+            ) from error
         usable = head if isinstance(head, Head) else None
         found.append(match(states, again.states, ids, final, usable))
     return agreed(str(store.folder), found, ids)

@@ -19,21 +19,22 @@ from pathlib import Path
 from slipstream import verifier
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
-from slipstream.digest import digest
 from slipstream.errors import InputError, StageFailed
-from slipstream.features import shard_stage, vouched
+from slipstream.features import disk, shard_stage, vouched
 from slipstream.features import store as features_store
 from slipstream.features.lease import Lease
 from slipstream.features.pool import FeaturePool
-from slipstream.features.recipe import POST_NORM, PRE_NORM, form, recipe_of
+from slipstream.features.recipe import POST_NORM, PRE_NORM, pool_of
 from slipstream.features.rows import plan_shards
 from slipstream.imports import mappings, rows
 from slipstream.imports.adopt import adopt
 from slipstream.imports.final_state import AFTER
+from slipstream.imports.found import Store
 from slipstream.imports.judged import judge, judge_statement, refuse_losses
 from slipstream.imports.measure import Measured, Said, measure
 from slipstream.imports.opened import open_store
-from slipstream.imports.survey import surveying
+from slipstream.imports.survey import Survey, surveying
+from slipstream.plan import free_bytes
 from slipstream.progress import Progress, Report, silent
 
 FINAL_STATES = {False: PRE_NORM, True: POST_NORM}
@@ -66,7 +67,8 @@ def run(workdir: Path, config: RunConfig, path: Path, said: Said, report: Report
         judge(store, survey, config, len(said.layer_ids) if said.layer_ids else None)
         measured = measure(workdir, config, store, survey, said, wanted)
         final_state = FINAL_STATES[measured.final_state == AFTER]
-        with closing(_pool(workdir, config, final_state)) as pool:
+        with disk.explained(workdir), closing(pool_of(workdir, config, final_state)) as pool:
+            _require_room(store, survey, pool)
             adopted = adopt(workdir, store, survey, measured.positions, pool, _counting(report, "samples adopted"))
             refuse_losses(store, survey, config)
             vouched.vouch(pool.folder, [row.key for row in survey.usable()])
@@ -104,8 +106,16 @@ def _counting(report: Report, unit: str) -> Callable[[int, int], None]:
     return lambda done, total: report(Progress(done, total, unit))
 
 
-def _pool(workdir: Path, config: RunConfig, final_state: str) -> FeaturePool:
-    return FeaturePool(workdir, digest(recipe_of(config, final_state)), form(config))
+def _require_room(store: Store, survey: Survey, pool: FeaturePool) -> None:
+    """Raises InputError when the states that the pool lacks do not fit beside it."""
+    rows = (row.sample.token_ids.tolist() for row in survey.usable())
+    missing = sum(len(tokens) for tokens in rows if pool.find(tokens) is None)
+    needed, free = missing * pool.form.bytes_per_token, free_bytes(pool.folder)
+    if needed > free:
+        raise InputError(
+            f"{store.folder}: {needed / 1e9:,.2f} GB of its states are copied into {pool.folder}, which has "
+            f"{free / 1e9:,.2f} GB free; make room there or move the work directory"
+        )
 
 
 def _features(workdir: Path, config: RunConfig, traces: Artifact) -> Artifact:

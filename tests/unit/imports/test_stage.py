@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ from hs_connectors.fp8_utils import quantize_tensor_to_fp8
 from safetensors.torch import load_file, save_file
 from stub_server import Capture, StubServer
 
-from slipstream.artifact import Artifact
+from slipstream.artifact import Artifact, quarantine
 from slipstream.config import RunConfig
+from slipstream.digest import digest_tokens
 from slipstream.errors import InputError, StageFailed
-from slipstream.features import reference, shard_stage
+from slipstream.features import reference, shard_stage, vouched
 from slipstream.features import store as features_store
 from slipstream.features.lease import Lease
+from slipstream.features.recipe import open_pool
 from slipstream.features.rows import plan_shards
 from slipstream.imports import stage
 from slipstream.imports.measure import Said
@@ -114,15 +116,69 @@ def test_two_answers_to_one_prompt_share_a_split(tmp_path: Path, rows: list[Made
     assert made.features.manifest().counts["rows"] == 36
 
 
-def test_todays_store_is_linked(
+def test_todays_store_stays_whole_whatever_becomes_of_the_pool(
     tmp_path: Path, rows: list[Made], make_config: Make, contents: Callable[..., object]
 ) -> None:
-    store = write_current(tmp_path / "store", rows)
-    before, config = contents(store), make_config()
+    """The work directory's files are its own: a damaged one is emptied under every name that it has."""
+    store = write_current(tmp_path / "work" / "theirs", rows)  # beside the pool, where a hard link would be possible
+    before, config = contents(store), make_config(workdir=str(tmp_path / "work"))
     made = run(config, store, TODAY)
-    names = {(store / "hidden_states" / f"hs_{i}.safetensors").stat().st_ino for i in range(len(rows))}
-    assert {path.stat().st_ino for path in (made.features.folder / "hidden_states").iterdir()} == names
+    found = by_tokens(made.features.folder)
+    assert all(torch.equal(found[tuple(row.ids)][0]["hidden_states"], row.layers(WANTED)) for row in rows)
+    sample = made.features.folder / "hidden_states" / "hs_0.safetensors"
+    spoiled = bytearray(sample.read_bytes())
+    spoiled[-1] ^= 1
+    sample.write_bytes(spoiled)
+    quarantine(made.features.folder, made.features.verify(deep=True))
+    assert sample.stat().st_size == 0
     assert contents(store) == before
+
+
+def test_a_flipped_byte_in_a_store_of_ours_is_found(tmp_path: Path, rows: list[Made], make_config: Make) -> None:
+    ours = run(make_config(), write_v1(tmp_path / "v1", rows), OFFLINE).features.folder
+    sample = ours / "hidden_states" / "hs_3.safetensors"
+    spoiled = bytearray(sample.read_bytes())
+    spoiled[-1] ^= 1
+    sample.write_bytes(spoiled)
+    config = make_config(workdir=str(tmp_path / "other"), features={"max_lost_share": 0.2})
+    made = run(config, ours, Said(probe=False))
+    (reject,) = [json.loads(line) for line in (made.traces.folder / "rejects.jsonl").read_text().splitlines()]
+    assert reject["file"] == str(sample)
+    assert reject["reason"].startswith("checksum ")
+    assert made.features.manifest().counts["rows"] == len(rows) - 1
+    (dataset,) = ours.glob("*.arrow")
+    spoiled = bytearray(dataset.read_bytes())
+    spoiled[len(spoiled) // 2] ^= 1
+    dataset.write_bytes(spoiled)
+    with pytest.raises(InputError, match=r"\.arrow: checksum .* instead of "):
+        run(config, ours, Said(probe=False))
+
+
+def test_what_a_failed_probe_left_is_replaced(tmp_path: Path, rows: list[Made], make_config: Make) -> None:
+    """Its tokens are those of the store, its states nobody's."""
+    config = make_config()
+    bad, written = rows[0], tmp_path / "bad.safetensors"
+    save_file({"hidden_states": bad.layers([2, 3, 5, 5]), "token_ids": torch.tensor(bad.ids)}, written)
+    with closing(open_pool(config.root, config)) as pool:
+        pool.add(bad.ids, written)
+        vouched.doubt(pool.folder, [digest_tokens(bad.ids)])
+    made = run(config, write_current(tmp_path / "store", rows), TODAY)
+    held, _ = by_tokens(made.features.folder)[tuple(bad.ids)]
+    assert torch.equal(held["hidden_states"], bad.layers(WANTED))
+    assert made.adopted == len(rows)
+
+
+def test_no_room_for_the_copies(
+    tmp_path: Path, rows: list[Made], make_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, store = make_config(), write_current(tmp_path / "store", rows)
+    needed = sum(len(row.ids) for row in rows) * 4 * 128 * 4
+    monkeypatch.setattr(stage, "free_bytes", lambda path: needed - 1)
+    with pytest.raises(InputError, match="are copied into"):
+        run(config, store, TODAY)
+    assert not list(config.root.rglob("*.safetensors"))
+    monkeypatch.setattr(stage, "free_bytes", lambda path: needed)
+    assert run(config, store, TODAY).adopted == len(rows)
 
 
 def test_a_store_of_more_layers(tmp_path: Path, rows: list[Made], make_config: Make) -> None:
@@ -316,6 +372,18 @@ def test_a_server_names_the_layers(
     assert max(origin["measured"]["distances"]) < 1e-6
     assert len(by_tokens(made.features.folder)) == 12
     assert len(server.asked("/v1/completions")) == 3
+
+
+def test_a_bad_sample_is_not_one_to_measure_with(
+    tmp_path: Path, rows: list[Made], make_config: Make, server: StubServer
+) -> None:
+    first = min(range(len(rows)), key=lambda i: digest_tokens(rows[i].ids))
+    states = rows[first].states.clone()
+    states[0, 3, 7] = float("nan")
+    spoiled = [replace(row, states=states) if i == first else row for i, row in enumerate(rows)]
+    config = make_config(features={"max_lost_share": 0.2})
+    made = run(config, write_current(tmp_path / "store", spoiled), Said(layer_ids=WANTED))
+    assert (made.measured.by, made.adopted) == ("server", len(rows) - 1)
 
 
 def test_a_server_tells_the_convention(tmp_path: Path, rows: list[Made], make_config: Make, server: StubServer) -> None:
