@@ -1,7 +1,8 @@
-"""Capture of hidden states killed in every way: `PYTHONPATH=. python benchmarks/crash_features.py`.
+"""Capture of hidden states killed in every way: `PYTHONPATH=. python benchmarks/crash_features.py [CASE ...]`.
 
-Writes benchmarks/results/crash_features.json.  Pocket verifier, real vLLM servers on the CPU, the flow capture-features
-with its tasks; about fifteen minutes on two cores, as root (it mounts a small tmpfs).  It ends only what it started.
+Writes benchmarks/results/crash_features.json; with cases named, measures them and keeps the others' figures.  Pocket
+verifier, real vLLM servers on the CPU, the flow capture-features with its tasks; about fifteen minutes on two cores, as
+root (it mounts a small tmpfs).  It ends only what it started.
 
 Each case starts from an empty work directory and ends with a finished store, which is compared with that of a run that
 nothing disturbed:
@@ -12,7 +13,8 @@ nothing disturbed:
 * disk: the work directory's tmpfs is filled and emptied again; later it is filled and the flow is killed meanwhile
 
 What was asked and stored is written down by the flow's process itself, one line before each request and one after each
-sample that the pool took.
+sample that the pool took.  `in_flight` is what was asked and not stored at the faults, summed over them: a row that was
+in flight at the first one and waits for its turn at the second counts twice.
 """
 
 from __future__ import annotations
@@ -344,8 +346,8 @@ def main() -> None:
         return
     from flows.embedded import prefect_api
 
-    began = time.monotonic()
-    cases: dict[str, Any] = {}
+    wanted = sys.argv[1:] or ["flow", "server", "supervisor", "disk"]
+    cases: dict[str, Any] = json.loads(RESULT.read_text())["cases"] if sys.argv[1:] else {}
     with tempfile.TemporaryDirectory(prefix="crash-") as temporary, prefect_api(Path(temporary) / "prefect"):
         folder = Path(temporary)
         undisturbed = Case(folder / "undisturbed", folder / "undisturbed" / "work")
@@ -355,6 +357,8 @@ def main() -> None:
         cases["undisturbed"] = undisturbed.figures(reference)
 
         def measure(name: str, work: Path, do: Callable[[Case], None]) -> None:
+            if name not in wanted:
+                return
             case = Case(folder / name, work)
             started = time.monotonic()
             do(case)
@@ -369,7 +373,7 @@ def main() -> None:
     result = {
         "command": "PYTHONPATH=. python benchmarks/crash_features.py",
         "cpus": os.cpu_count(),
-        "seconds": round(time.monotonic() - began),
+        "seconds": round(sum(case.get("seconds", 0) for case in cases.values())),
         "concurrency": CONCURRENCY,
         "shards": SHARDS,
         "cases": cases,

@@ -9,7 +9,8 @@ after a grace period with SIGKILL, as soon as
 * it is asked to by SIGTERM or SIGINT, or
 * the command itself has ended and left children behind.
 
-Its exit status is the command's (128 + n for signal n).  The command's TMPDIR is a folder with a short name (a
+Its exit status is the command's (128 + n for signal n).  A kill -9 of the supervisor takes the command along, and what
+that had started ends as soon as the parent asks for the status.  The command's TMPDIR is a folder with a short name (a
 socket's path may have 107 characters) that the supervisor removes at the end.  Linux only.
 """
 
@@ -45,13 +46,13 @@ class Process:
         """The command's exit status, or None while it runs."""
         status = self._popen.poll()
         if status is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)  # when the supervisor itself was killed
+            self._clear(status)
         return status
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end; raises subprocess.TimeoutExpired."""
         status = self._popen.wait(timeout)
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._clear(status)
         return status
 
     def stop(self) -> None:
@@ -63,6 +64,12 @@ class Process:
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
+        self._clear(self._popen.returncode)
+
+    def _clear(self, status: int) -> None:
+        """Ends and removes what a supervisor that was killed could not: its session's processes, the scratch folder."""
+        if status == -signal.SIGKILL:
+            _signal_all(_session(self.pid), signal.SIGKILL)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def complaint(self) -> str:
@@ -118,6 +125,21 @@ def descendants(root: int) -> list[int]:
         for child in children.get(todo.pop(), []):
             found.append(child)
             todo.append(child)
+    return found
+
+
+def _session(leader: int) -> list[int]:
+    """Process ids of the session that `leader` began, itself apart."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == leader:
+            continue
+        try:
+            stat = Path("/proc", entry, "stat").read_text()
+        except OSError:
+            continue
+        if int(stat.rpartition(")")[2].split()[3]) == leader:
+            found.append(int(entry))
     return found
 
 

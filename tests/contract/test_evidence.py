@@ -29,3 +29,26 @@ def test_traces_memory_and_speed() -> None:
     traces = result("traces")
     assert traces["memory_growth_mb"] < 50
     assert traces["requests_per_second_over_speculators"] >= 1
+
+
+CRASHES = ("flow", "server", "supervisor", "disk")
+
+
+def test_features_survive_every_crash() -> None:
+    """The matrix of benchmarks/crash_features.py: real vLLM servers, the flow's tasks, kill -9 and a full disk."""
+    measured = result("crash_features")
+    undisturbed = measured["cases"]["undisturbed"]
+    assert undisturbed["samples"] >= 100
+    assert set(measured["cases"]) == {"undisturbed", *CRASHES}
+    for name, case in measured["cases"].items():
+        assert (case["samples"], case["lost"]) == (undisturbed["samples"], 0), name
+        assert case["equal_content"], name
+        assert case["largest_relative_error"] < 1e-5, name
+        assert (case["half_files"], case["left_behind"], case["captured_twice"]) == (0, 0, 0), name
+        assert case["outlived"] == [], name
+        # two faults a case, and at each at most `concurrency` requests and as many awaited files in flight
+        assert case["asked_twice"] <= min(case["in_flight"], 2 * 2 * measured["concurrency"]), name
+        assert any(version.startswith("0.") for version in case["vllm"]), name
+    assert [measured["cases"][name]["restarts"] for name in ("server", "supervisor")] == [2, 2]
+    assert all(measured["cases"][name]["in_flight"] > 0 for name in CRASHES)
+    assert measured["cases"]["disk"]["paused_s"] > 0

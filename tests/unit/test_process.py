@@ -107,6 +107,18 @@ def test_stop_ends_child_and_grandchild(tmp_path: Path, how: str) -> None:
     assert child.returncode() is not None
 
 
+def test_a_killed_supervisor_takes_child_and_grandchild_along(tmp_path: Path) -> None:
+    child = process.start(family(tmp_path), tmp_path / "log")
+    numbers = pids(tmp_path)
+    os.kill(child.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while child.returncode() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert child.returncode() == -signal.SIGKILL
+    assert all_gone(numbers)
+
+
 @pytest.mark.parametrize("how", ["plain", "setsid"])
 def test_children_left_behind_are_ended_and_the_status_is_kept(tmp_path: Path, how: str) -> None:
     child = process.start(family(tmp_path, how, then="7"), tmp_path / "log")
