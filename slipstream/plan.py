@@ -63,6 +63,17 @@ def _bytes_per_token(config: RunConfig, layers: int, hidden: int) -> int:
     return Form(layers, hidden, store_dtype(config)).bytes_per_token if stored else 0
 
 
+def _captured(config: RunConfig) -> int:
+    """Bytes of states that the row pool holds for this configuration; the capture's own plan knows of which rows."""
+    from slipstream.features.recipe import pool_folder
+
+    try:
+        pool = pool_folder(config.root, config)
+    except InputError:  # nothing is known of the verifier but its shape
+        return 0
+    return sum(path.stat().st_size for path in pool.glob("??/*.safetensors"))
+
+
 def _passes(config: RunConfig) -> int:
     """Prefills of every token beside the pass that generates it: one, none, or one an epoch when nothing is stored."""
     if config.features.store == "none":
@@ -112,7 +123,8 @@ def plan(config: RunConfig) -> dict[str, Any]:
         "training": trained_tokens / config.rates.training_tokens_per_s / max(1, len(config.drafter.devices)) / 3600,
     }
     gpus = max(config.servers.gpus if config.servers.device == "cuda" else 0, len(config.drafter.devices))
-    needed = int(((0 if imported else store) + checkpoints) * (1 + RESERVE) + config.features.disk_reserve_gib * 2**30)
+    missing = 0 if imported else max(0, store - _captured(config))
+    needed = int((missing + checkpoints) * (1 + RESERVE) + config.features.disk_reserve_gib * 2**30)
     reasons = []
     if needed > free:
         reasons.append(f"{needed / 1e9:.1f} GB of disk needed under {config.root}, {free / 1e9:.1f} GB free")

@@ -59,6 +59,11 @@ def mapped(path: Path) -> Iterator[Any]:
             data.close()
 
 
+def folder_of(workdir: Path, recipe: str) -> Path:
+    """The folder of a recipe's pool."""
+    return workdir / "pool" / "features" / recipe
+
+
 class FeaturePool:
     """Hidden states by token sequence for one recipe.  Safe to use from several threads and processes.
 
@@ -67,7 +72,7 @@ class FeaturePool:
     """
 
     def __init__(self, workdir: Path, recipe: str, form: Form, several_hosts: bool = False) -> None:
-        self.folder = workdir / "pool" / "features" / recipe
+        self.folder = folder_of(workdir, recipe)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.form = form
         self._copies = self.folder.parent / "incoming" / f"{process_name()}-copies"

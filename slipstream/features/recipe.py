@@ -10,7 +10,7 @@ from slipstream import verifier
 from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.errors import InputError
-from slipstream.features.pool import FeaturePool
+from slipstream.features.pool import FeaturePool, folder_of
 from slipstream.features.sample import FP8, Form
 from slipstream.traces import origin
 
@@ -58,6 +58,11 @@ def form(config: RunConfig) -> Form:
 def open_pool(workdir: Path, config: RunConfig) -> FeaturePool:
     """The row pool of this configuration's recipe."""
     return pool_of(workdir, config, final_state(config))
+
+
+def pool_folder(workdir: Path, config: RunConfig) -> Path:
+    """Where that pool lies or will lie."""
+    return folder_of(workdir, digest(recipe(config)))
 
 
 def pool_of(workdir: Path, config: RunConfig, final: str) -> FeaturePool:

@@ -35,7 +35,7 @@ from slipstream.features.diagnosis import Layers, Sample, final_fault, misplaced
 from slipstream.features.distance import relative
 from slipstream.features.lease import Lease
 from slipstream.features.recapture import Recapture, recapture
-from slipstream.features.sample import Form
+from slipstream.features.sample import BadSample, Form
 from slipstream.features.tolerance import TOLERANCES, Tolerance
 from slipstream.features.verifier_head import Head, Unreadable, read_embedding, read_head
 
@@ -114,7 +114,7 @@ def run(workdir: Path, config: RunConfig, start: Start, on_wait: Callable[[str],
         files = []
         with start() as lease:
             for number, tokens in enumerate(sequences(config.verifier)):
-                again = recapture(lease, tokens, form, config.features.request_timeout_s)
+                again = _recaptured(config, lease, tokens, form)
                 if again.refusal:
                     not_probed.append(again.refusal)
                 if fault := _fault(config, tokens, again, head, tolerance):
@@ -153,13 +153,24 @@ def check(config: RunConfig, reference: Artifact, lease: Lease, form: Form, tole
     known = _load(config, reference)
     held: list[torch.Tensor] = []
     for tokens in sequences(config.verifier):
-        held.append(recapture(lease, tokens, form, config.features.request_timeout_s).states)
+        held.append(_recaptured(config, lease, tokens, form).states)
     states = torch.cat(held)
     distances = {
         at: {layer_id: relative(states[:, at], expected) for layer_id, expected in known.items()}
         for at in range(len(layers.ids))
     }
     return _judge(config, reference, layers, states, known, distances, tolerance)
+
+
+def _recaptured(config: RunConfig, lease: Lease, tokens: list[int], form: Form) -> Recapture:
+    """`recapture`; raises StageFailed for states that could not have been stored."""
+    try:
+        return recapture(lease, tokens, form, config.features.request_timeout_s)
+    except BadSample as error:
+        raise StageFailed(
+            f"{lease.endpoint.url}: a sequence of the layer reference, {len(tokens)} tokens, captured at {form.layers} "
+            f"ids: {error}; look at the verifier's weights in {config.verifier.path} and at the server's log"
+        ) from error
 
 
 def _judge(

@@ -25,10 +25,10 @@ from slipstream.features.rows import dropped_tokens
 
 
 class Lanes:
-    """One lane a replica; each serves one shard at a time."""
+    """One lane a replica; each serves one shard at a time.  Logs are `<workdir>/logs/<log>-<lane>.log`."""
 
-    def __init__(self, workdir: Path, config: RunConfig) -> None:
-        self._workdir, self._config = workdir, config
+    def __init__(self, workdir: Path, config: RunConfig, log: str = "extraction") -> None:
+        self._workdir, self._config, self._log = workdir, config, log
         named = config.servers.features_endpoints
         self._free: queue.Queue[int] = queue.Queue()
         for lane in range(1 if named else config.servers.replicas):
@@ -62,7 +62,7 @@ class Lanes:
         storage = storage_folder(self._workdir, lane)
         storage.mkdir(parents=True, exist_ok=True)
         try:
-            wanted, log = spec(config, storage), self._workdir / "logs" / f"extraction-{lane}.log"
+            wanted, log = spec(config, storage), self._workdir / "logs" / f"{self._log}-{lane}.log"
             gpus, cache = serving.visible_gpus(servers, lane), serving.cache_folder(servers, self._workdir)
             with serving.serve(config.verifier, servers, wanted, log, cache, gpus) as endpoint:
                 yield Lease(endpoint, storage, endpoint.ended, owned=True)
@@ -144,7 +144,7 @@ def lending(workdir: Path, config: RunConfig) -> Iterator[Lend]:
     if lanes is not None:
         yield lanes.borrow
         return
-    own = Lanes(workdir, config)
+    own = Lanes(workdir, config, f"extraction-{extraction.process_name()}")  # other hosts write into the same folder
     try:
         yield own.borrow
     finally:

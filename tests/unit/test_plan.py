@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from slipstream import plan as planning
 from slipstream.config import RunConfig, load_config
 from slipstream.errors import InputError
+from slipstream.features.recipe import open_pool
 from slipstream.plan import plan
 
 
@@ -62,6 +64,25 @@ def test_it_fits_with_both(kimi: RunConfig, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(planning, "free_bytes", lambda path: 10**13)
     monkeypatch.setattr(planning, "gpus_here", lambda: 8)
     assert (plan(kimi)["fits"], plan(kimi)["reasons"]) == (True, [])
+
+
+def test_what_the_pool_holds_needs_no_more_room(
+    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that failed in training goes on, though the disk would not hold its store a second time."""
+    config = make_config(prompts={"expected_prompts": 1000}, features={"disk_reserve_gib": 0})
+    estimate = plan(config)
+    checkpoints, store = estimate["checkpoint_bytes"], estimate["feature_store_bytes"]
+    free = int(checkpoints * (1 + planning.RESERVE)) + store // 2
+    monkeypatch.setattr(planning, "free_bytes", lambda path: free)
+    assert not plan(config)["fits"]
+    with closing(open_pool(config.root, config)) as pool:
+        for i, share in enumerate((2, 4)):
+            path = pool.path(f"{i}0" * 16)
+            path.parent.mkdir()
+            with path.open("wb") as file:
+                file.truncate(store // share)
+    assert plan(config)["fits"]
 
 
 def test_prompts_are_counted_when_they_are_there(

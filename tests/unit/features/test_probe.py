@@ -18,7 +18,7 @@ import torch
 from pocket_states import States, of_equal_length, pocket, retrained, samples, serve
 from safetensors.numpy import save
 from safetensors.torch import load_file, save_file
-from stub_server import StubServer
+from stub_server import Capture, StubServer
 
 from slipstream.config import RunConfig
 from slipstream.digest import digest_tokens
@@ -316,6 +316,17 @@ def test_a_server_with_other_layers_than_the_reference_is_named(
     monkeypatch.setattr(reference, "check", lambda *_: None)
     monkeypatch.setattr(diagnosis, "final_fault", lambda *_: None)
     assert shard(A, layers=layers).finding is None
+
+
+def test_a_reference_that_is_no_number_is_said_in_a_sentence(shard: Shard) -> None:
+    """Weights of zero or a broken kernel: the capture's own checks, not a stack trace."""
+    wrong = pocket().states(reference.sequences(shard.config().verifier)[0], range(1, 7))
+    wrong[3, 2, 5] = np.nan
+    with StubServer() as server:
+        server.on_capture(lambda tokens, number: Capture(states=wrong[: len(tokens)]))
+        lease = Lease(Endpoint(server.url, "stub"), server.storage)
+        with pytest.raises(StageFailed, match="captured at 6 ids: NaN or infinity at token 3, layer position 2"):
+            reference.run(shard.folder / "work", shard.config(), lambda: _entered(lease))
 
 
 def test_a_reference_of_other_weights_is_named(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
