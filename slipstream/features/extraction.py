@@ -67,7 +67,7 @@ class ExtractionServer(Server):
         self._asking = 0  # requests without an answer yet
         self._answers = 0
         self._flush: asyncio.Task[None] | None = None
-        self._strays: set[Path] = set()  # what flushes made the server write, until it is there and removed
+        self._strays: set[Path] = set()  # what the server writes for nobody, until it is there and removed
         self._unanswered: set[str] = set()  # requests whose answer never came, though their file may have
 
     @asynccontextmanager
@@ -89,7 +89,10 @@ class ExtractionServer(Server):
             await self._written(path, began, timeout_s)
             yield path
         finally:
-            _remove(path)
+            if _Lock.of(path).held:
+                self._strays.add(path)  # nobody waits any more, and its writer is still at it
+            else:
+                _remove(path)
 
     async def version(self) -> str | None:
         """vLLM's version; None for a server that does not tell."""
@@ -113,7 +116,7 @@ class ExtractionServer(Server):
             return None
 
     async def settle(self) -> None:
-        """Waits a moment for what flushes made the server write, so that `close` leaves nothing behind."""
+        """Waits a moment for what the server still writes for nobody, so that `close` leaves nothing behind."""
         until = time.monotonic() + SETTLE_S
         while self._strays and time.monotonic() < until:
             await asyncio.sleep(LAST_LOOK_S)

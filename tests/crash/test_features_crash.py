@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class Driver:
         self._process.stdin.write(f"{config} {traces}\n")
         self._process.stdin.flush()
         self.running = int(self._line())
+        assert self.running > 1, self.running  # kill of 0 is one of ourselves
         return self.running
 
     def end(self) -> int:
@@ -99,7 +100,8 @@ def stub(driver: Driver) -> Iterator[StubServer]:
         server.on_capture(lambda tokens, number: Capture(delay_s=0.02, write_delay_s=0.01))
         yield server
     if driver.running is not None:  # a test that failed meanwhile
-        os.kill(driver.running, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(driver.running, signal.SIGKILL)
         driver.end()
 
 
@@ -244,9 +246,8 @@ def small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def fill(folder: Path) -> Path:
+def fill(filler: Path) -> None:
     """Takes all the room that is left."""
-    filler = folder / "filler"
     with filler.open("wb", buffering=0) as file:
         for size in (1 << 16, 1 << 12):
             try:
@@ -254,7 +255,6 @@ def fill(folder: Path) -> Path:
                     pass
             except OSError:
                 continue
-    return filler
 
 
 @pytest.mark.parametrize("where", ["the server's disk", "both, and a kill"])
@@ -266,10 +266,16 @@ def test_a_full_disk(
         storage = small / "storage"
         storage.mkdir()
         stage = Stage(work, stub, driver, storage)
-        stub.on_capture(lambda tokens, number: Capture(delay_s=0.05, write_delay_s=0.05))
+        filler = small / "filler"
+
+        def decide(tokens: list[int], number: int) -> Capture:
+            if number == 16:
+                fill(filler)
+            return Capture(delay_s=0.05, write_delay_s=0.05)
+
+        stub.on_capture(decide)
         child = stage.start()
-        stage.wait(lambda: len(stage.files()) >= 10)
-        filler = fill(small)
+        stage.wait(lambda: len(stub.requests) > 16 and filler.exists())
         held = 0
         while held < (held := len(stage.files())):
             time.sleep(0.7)
