@@ -97,14 +97,6 @@ def examine(data: Any, token_ids: Sequence[int], form: Form) -> SampleInfo:
     return SampleInfo(FileRecord(size=len(raw), checksum=hasher.hexdigest()), len(token_ids), *span)
 
 
-def token_ids_of(data: Any) -> list[int]:
-    """The token ids that the sample in `data` holds; raises BadSample when it is no sample."""
-    try:
-        return [int(token) for token in tensors(data)["token_ids"].data.view(np.int64)]
-    except Exception as error:
-        raise BadSample(f"not a hidden-state file ({type(error).__name__}: {error})") from error
-
-
 def states_of(data: Any, form: Form) -> torch.Tensor:
     """The states in `data`, float32 [tokens, layers, hidden]; fp8 codes are multiplied by their scales."""
     held = tensors(data)

@@ -14,6 +14,7 @@ from typing import Any
 
 import datasets
 import httpx
+import numpy as np
 import pytest
 import torch
 from speculators.models.eagle3.data import shift_batch
@@ -206,6 +207,26 @@ def test_missing_files_fail_in_seconds_by_name_and_nothing_starts(run: Runner, m
     assert time.monotonic() - began < 5
     assert len(run.asked()) == asked
     assert not list(run.root.glob("drafter/*/metrics.jsonl"))
+
+
+@pytest.mark.parametrize("store", ["native", "none"])
+def test_a_changed_loss_mask_stops_training_before_it_starts(
+    run: Runner, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are compared with the states'; of the mask only the file's checksum tells."""
+    config = run.make(drafter=DRAFTER, features={"store": store})
+    made = run(ROWS) if store == "native" else features_store.assemble(run.root, config, run.traces(ROWS), [])
+    masks = [list(mask) for mask in datasets.load_from_disk(made.path).with_format(None)["loss_mask"]]
+    (file,) = made.folder.glob("*.arrow")
+    data = bytearray(file.read_bytes())
+    at = data.index(np.array(masks[3], dtype="<i8").tobytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    assert list(datasets.load_from_disk(made.path).with_format(None)["loss_mask"]) != list(masks)
+    assert made.verify() == []
+    monkeypatch.setattr(process, "start", lambda *_: pytest.fail("something was started"))
+    with pytest.raises(Damaged, match=r"1 of its files .*\.arrow \(checksum differs\); run `slipstream verify --deep"):
+        trained(run, made, config)
 
 
 def test_a_damaged_sample_stops_training_before_a_step_in_its_own_words(run: Runner) -> None:

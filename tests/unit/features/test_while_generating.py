@@ -18,7 +18,7 @@ from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
 from slipstream.digest import digest_tokens
 from slipstream.errors import InputError
-from slipstream.features import extraction, servers, shard_stage, while_generating
+from slipstream.features import extraction, servers, shard_stage, vouched, while_generating
 from slipstream.features.lease import Lease
 from slipstream.features.pool import FeaturePool
 from slipstream.features.recipe import open_pool
@@ -300,6 +300,22 @@ def test_a_row_that_the_pool_has_keeps_its_file(run: Runner) -> None:
         assert states(again) == NOTHING | {"known": len(rows)}
         assert before == {row.key: pool.path(row.key).stat().st_ino for row in rows}
     assert run.files() == []
+
+
+def test_no_probe_has_vouched_for_states_that_come_again(run: Runner) -> None:
+    """A sample that was probed is damaged, and its answer is generated once more."""
+    config = run.config(TEXTS)
+    made = run.traces(config)
+    keys = [row.key for row in read_rows(config, made)]
+    with closing(run.pool(config)) as pool:
+        vouched.vouch(pool.folder, keys)
+        pool.path(keys[0]).write_bytes(b"")
+        for ledger in (run.root / "pool" / "traces").glob("*/rows.sqlite3"):
+            with closing(sqlite3.connect(ledger)) as db, db:
+                db.execute("DELETE FROM rows")
+        (made.folder / "manifest.json").unlink()
+        assert states(run.traces(config))["captured"] == 1
+        assert vouched.unprobed(pool.folder, keys) == {keys[0]}
 
 
 def test_without_room_above_the_reserve_nothing_is_kept(run: Runner) -> None:
