@@ -10,12 +10,16 @@ PAIRED_TOKENS = 1024  # of one sequence, for the pairs of `affinity`
 
 
 def relative(states: torch.Tensor, reference: torch.Tensor) -> float:
-    """||states - reference|| / ||reference|| over all values (Frobenius)."""
-    return float((states - reference).norm() / reference.norm())
+    """||states - reference|| / ||reference|| of [tokens, hidden], token by token, as the root of their mean square.
+
+    Not of the whole matrix: in most models the first token's state is hundreds of times as large as the others' and
+    the same in every sequence, so that states of another sequence would be near.
+    """
+    return float(relative_rows(states, reference).pow(2).mean().sqrt())
 
 
 def relative_rows(states: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """The same for each token: [tokens]."""
+    """||states - reference|| / ||reference|| of each token: the last axis is taken away."""
     return (states - reference).norm(dim=-1) / reference.norm(dim=-1)
 
 

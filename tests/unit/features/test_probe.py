@@ -24,11 +24,13 @@ from slipstream.config import RunConfig
 from slipstream.digest import digest_tokens
 from slipstream.errors import ServerError, StageFailed, TransientError
 from slipstream.features import diagnosis, probe, recapture, reference, vouched
+from slipstream.features.distance import relative
 from slipstream.features.lease import Lease
 from slipstream.features.pool import FeaturePool
 from slipstream.features.recipe import POST_NORM, PRE_NORM
 from slipstream.features.rows import Row
 from slipstream.features.sample import Form
+from slipstream.features.tolerance import TOLERANCES
 from slipstream.serving import Endpoint
 
 IDS = [2, 3, 5, 6]
@@ -442,6 +444,18 @@ def test_a_long_sample_is_asked_for_log_probabilities_of_its_beginning(
     assert [(len(body["prompt"]), body.get("prompt_logprobs")) for body in asked] == [(30, 5), (len(A), None)]
     assert (table.samples[0]["tokens"], table.samples[0]["final"]["positions"]) == (len(A), 29)
     assert list(shard.stub.storage.iterdir()) == []
+
+
+def test_one_huge_token_does_not_hide_the_others() -> None:
+    """A first token as large models have it, 1,000 times the others and the same everywhere, before other states."""
+    generator = np.random.default_rng(0)
+    ours, theirs = (torch.from_numpy(generator.normal(size=(200, 64))) for _ in range(2))
+    ours[0] = theirs[0] = 1000.0
+    assert float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)) < TOLERANCES["bfloat16"].states
+    by_token = np.linalg.norm(ours - theirs, axis=1) / np.linalg.norm(theirs, axis=1)
+    assert relative(ours, theirs) == pytest.approx(np.sqrt(np.mean(by_token**2)))
+    assert relative(ours, theirs) > 1
+    assert relative(ours * 1.02, ours) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("status", [500, 401])
