@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from prefect.settings import PREFECT_RESULTS_LOCAL_STORAGE_PATH, temporary_settings
+from prefect.settings import PREFECT_API_URL
 
-from flows.capture_features import capture_features
 from slipstream.artifact import Artifact
+from slipstream.config import RunConfig
 from tests.conftest import ROOT
 from tests.contract.capturing import configuration, traces_of
 
@@ -69,6 +71,19 @@ def kill_one_worker(workdir: Path) -> None:
         time.sleep(0.02)
 
 
+def capture(config: RunConfig, traces: Artifact) -> tuple[Artifact, list[Artifact]]:
+    """capture-features in a process of its own."""
+    path = config.root / "config.json"
+    path.write_text(config.model_dump_json())
+    results = {"PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(config.root / "results")}
+    command = [sys.executable, str(ROOT / "tests" / "contract" / "capture_driver.py"), str(path), traces.path]
+    env = {**os.environ, **results, "PREFECT_API_URL": str(PREFECT_API_URL.value())}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    store, *shards = map(Artifact.model_validate, json.loads(done.stdout.splitlines()[-1]))
+    return store, shards
+
+
 @pytest.fixture(scope="module")
 def captured(cluster: str, prefect_server: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Captured]:
     """The same traces captured by threads, and on Ray with one worker killed."""
@@ -78,13 +93,12 @@ def captured(cluster: str, prefect_server: None, tmp_path_factory: pytest.TempPa
         folder = tmp_path_factory.mktemp(runner)
         config = configuration(folder, gpus | more, shards=2)
         traces = traces_of(config, ROWS)
-        with temporary_settings({PREFECT_RESULTS_LOCAL_STORAGE_PATH: folder / "results"}):
-            if runner == "ray":
-                killer = threading.Thread(target=kill_one_worker, args=(folder,))
-                killer.start()
-            store, shards = capture_features(config, traces.path)
-            if runner == "ray":
-                killer.join()
+        killer = threading.Thread(target=kill_one_worker, args=(folder,))
+        if runner == "ray":
+            killer.start()
+        store, shards = capture(config, traces)
+        if runner == "ray":
+            killer.join()
         made[runner] = Captured(store, shards, seen())
     return made
 
