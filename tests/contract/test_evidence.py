@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from benchmarks import features as gathered
 from tests.conftest import ROOT
 
 
@@ -52,3 +53,20 @@ def test_features_survive_every_crash() -> None:
     assert [measured["cases"][name]["restarts"] for name in ("server", "supervisor")] == [2, 2]
     assert all(measured["cases"][name]["in_flight"] > 0 for name in CRASHES)
     assert measured["cases"]["disk"]["paused_s"] > 0
+
+
+def test_capture_on_a_gpu() -> None:
+    capture = result("features_capture")
+    assert capture["bytes_bf16"] >= 20e9
+    assert all(len(capture["seconds"][name]) == 3 for name in ("prefill", "connector", "speculators"))
+    assert "H200" in capture["versions"]["gpu"]
+    assert capture["capture_over_connector"] >= 0.95
+    assert capture["capture_over_speculators"] >= 1
+
+
+def test_figures_of_features_are_those_that_were_measured() -> None:
+    features = result("features")
+    for name, figures in gathered.FIGURES.items():
+        path = gathered.RESULTS / f"{name}.json"
+        measured = result(name) if path.exists() else {}
+        assert {figure: features[figure] for figure in figures} == {figure: measured.get(figure) for figure in figures}
