@@ -121,6 +121,7 @@ class FeaturePool:
         with mapped(captured) as data:
             info = examine(data, token_ids, self.form)
             path.parent.mkdir(exist_ok=True)
+            self._forget(key)  # else a kill after the rename leaves the new file with the damaged one's checksum
             try:
                 os.replace(captured, path)
             except OSError as error:
@@ -172,6 +173,11 @@ class FeaturePool:
             if xxhash.xxh3_128(data).hexdigest() != info.file.checksum:
                 return None
         return self._record(key, info)
+
+    def _forget(self, key: str) -> None:
+        with self._lock:
+            if self._db.execute(f"SELECT 1 FROM {TABLE} WHERE key = ?", (key,)).fetchone():
+                self._db.execute(f"DELETE FROM {TABLE} WHERE key = ?", (key,))
 
     def _record(self, key: str, info: SampleInfo) -> SampleInfo:
         row = (key, info.file.size, info.file.checksum, info.tokens, info.minimum, info.maximum, self._boot)

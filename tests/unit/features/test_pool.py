@@ -71,6 +71,28 @@ def test_a_sample_moves_in_unchanged(pool: FeaturePool, add: Callable[[list[int]
     assert pool.find(ROWS[1]) is None
 
 
+def test_a_kill_after_a_repaired_file_moved_in_leaves_it_without_the_old_checksum(
+    pool: FeaturePool, add: Callable[[list[int]], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured again, states may differ in their last bits, and the file has the same size."""
+    path = add(ROWS[0])
+    path.write_bytes(b"")
+    written = tmp_path / "again.safetensors"
+    states, tokens = states_of(ROWS[0], 4, 8).astype(np.float32) * 1.001, np.array(ROWS[0], dtype=np.int64)
+    written.write_bytes(save({"hidden_states": states, "token_ids": tokens}))
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pool, "_record", killed)
+        with pytest.raises(KeyboardInterrupt):
+            pool.add(ROWS[0], written)
+    info = pool.find(ROWS[0])
+    assert info is not None
+    assert info.file.checksum == xxhash.xxh3_128(path.read_bytes()).hexdigest()
+
+
 @pytest.mark.parametrize("indexed", [True, False], ids=["indexed", "not indexed"])
 def test_resume_finds_only_what_is_whole(pool: FeaturePool, add: Callable[[list[int]], Path], indexed: bool) -> None:
     paths = [file_of(pool, tokens) for tokens in ROWS]
