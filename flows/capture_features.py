@@ -38,7 +38,7 @@ def capture_features(
     Returns:
         The store and its shards.
     """
-    config = config.model_copy(update={"features": features or config.features})
+    config = config.with_features(features) if features else config
     if config.servers.runner == "ray":
         config = config.anchored()
     source = find_traces(config, traces)

@@ -475,6 +475,10 @@ class RunConfig(BaseModel):
         """The work directory as an absolute path."""
         return Path(self.workdir or os.environ.get("SLIPSTREAM_WORKDIR") or "work").absolute()
 
+    def with_features(self, features: FeaturesConfig) -> RunConfig:
+        """The same configuration with these features; raises ValidationError when both do not go together."""
+        return RunConfig.model_validate(self.model_dump() | {"features": features.model_dump()})
+
     def anchored(self) -> RunConfig:
         """The same configuration with absolute paths, for tasks that do not run in this directory."""
         storage = self.servers.features_storage

@@ -296,3 +296,14 @@ def test_anchored_paths_are_absolute_and_change_no_key(
     assert anchored.servers.features_storage == str(root / "states")
     assert recipe(anchored)["verifier"] == recipe(make_config())["verifier"]
     assert make_config().anchored().servers.features_storage is None
+
+
+@pytest.mark.parametrize("path", DEPLOYMENTS, ids=lambda path: path.stem)
+def test_other_features_are_held_to_the_rest_of_the_configuration(path: Path) -> None:
+    given = load_config(path)
+    other = given.features.model_copy(update={"shards": 7})
+    assert given.with_features(other) == given.model_copy(update={"features": other})
+    imported = given.model_copy(update={"traces": given.traces.model_copy(update={"imported": "some/folder"})})
+    generating = given.features.model_copy(update={"capture_while_generating": True})
+    with pytest.raises(ValidationError, match=r"traces\.imported leaves nothing to generate"):
+        imported.with_features(generating)
