@@ -10,8 +10,9 @@ the files before each (`posix_fadvise`, DONTNEED) and that checked with mincore:
 * `plain`: every file's bytes into one reused buffer a thread, pieces of 1 MiB
 * `deep_verify`: `slipstream.artifact.verify(folder, deep=True)`
 * `loader`: `StoreTransfer.get_cached` of every row, every checksum compared
-* `loader_batch`, `speculators_batch`: the same and hs-connectors' `FileTransfer.get_cached`, each sample copied into a
-  batch as speculators' collation does, since what `FileTransfer` gives is only mapped and not yet read
+* `loader_batch`, `speculators_batch`: the same, with the read-ahead that training has (AHEAD samples), and
+  hs-connectors' `FileTransfer.get_cached`, each sample copied into a batch as speculators' collation does, since what
+  `FileTransfer` gives is only mapped and not yet read
 * `fp8_loader_batch`, `fp8_speculators_batch`: the same on the float8 store, dequantised (by `FP8Transfer`)
 
 Ratios are of medians over the rounds.  `--warm` reads again with everything in the page cache, without the disk as
@@ -52,9 +53,11 @@ from slipstream.digest import digest_tokens  # noqa: E402
 from slipstream.features import index  # noqa: E402
 from slipstream.features.index import Entry  # noqa: E402
 from slipstream.features.loader import StoreTransfer  # noqa: E402
+from slipstream.features.read_ahead import ReadAhead, will_need  # noqa: E402
 from slipstream.features.sample import FP8, SampleInfo  # noqa: E402
 
 TOKENS, LAYERS, HIDDEN = 1024, 4, 7168
+AHEAD = 8
 PIECE = 1 << 20
 SPEED_OF = {"loader_batch": "bfloat16", "fp8_loader_batch": FP8}  # reader: store
 _mine = threading.local()
@@ -142,6 +145,22 @@ def on_threads(threads: int, one: Callable[[Any], object], items: Sequence[Any])
             pass
 
 
+def as_trained(threads: int, one: Callable[[int], object], paths: Sequence[Path]) -> None:
+    """`one` for every row, in order, with the read-ahead that training has."""
+    order = iter(ReadAhead([[row] for row in range(len(paths))], AHEAD, lambda row: will_need(paths[row])))
+    turn = threading.Lock()
+
+    def work(_: int) -> None:
+        while True:
+            with turn:
+                rows = next(order, [])
+            if not rows:
+                return
+            one(rows[0])
+
+    on_threads(threads, work, range(threads))
+
+
 def verify_deep(made: artifact.Artifact) -> None:
     """The verification that `slipstream verify --deep` does."""
     assert artifact.verify(made.folder, deep=True) == []
@@ -157,9 +176,9 @@ def readers(native: artifact.Artifact, fp8: artifact.Artifact, threads: int) -> 
         "plain": (lambda: on_threads(threads, read_plainly, paths), paths),
         "deep_verify": (lambda: verify_deep(native), paths),
         "loader": (lambda: on_threads(threads, ours.get_cached, rows), paths),
-        "loader_batch": (lambda: on_threads(threads, lambda row: collated(ours.get_cached(row)), rows), paths),
+        "loader_batch": (lambda: as_trained(threads, lambda row: collated(ours.get_cached(row)), paths), paths),
         "speculators_batch": (lambda: on_threads(threads, lambda row: collated(theirs.get_cached(row)), rows), paths),
-        "fp8_loader_batch": (lambda: on_threads(threads, lambda row: collated(ours8.get_cached(row)), rows8), paths8),
+        "fp8_loader_batch": (lambda: as_trained(threads, lambda row: collated(ours8.get_cached(row)), paths8), paths8),
         "fp8_speculators_batch": (
             lambda: on_threads(threads, lambda row: collated(theirs8.get_cached(row)), rows8),
             paths8,

@@ -64,6 +64,16 @@ def test_capture_on_a_gpu() -> None:
     assert capture["capture_over_speculators"] >= 1
 
 
+def test_reading_a_store() -> None:
+    reading = result("features_read")
+    assert reading["store_bytes"] >= 4e9
+    assert reading["cached_before_reading"] < 0.01
+    assert reading["deep_verify_over_read"] >= 0.7
+    assert reading["loader_over_read"] >= 0.8
+    assert reading["loader_over_speculators"] >= 1
+    assert reading["fp8_bytes_over_bf16"] < 0.51
+
+
 def test_figures_of_features_are_those_that_were_measured() -> None:
     features = result("features")
     for name, figures in gathered.FIGURES.items():
