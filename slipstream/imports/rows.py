@@ -20,11 +20,10 @@ from slipstream.errors import InputError
 from slipstream.imports.found import Store
 from slipstream.imports.survey import HARMLESS, Row, Survey
 from slipstream.traces import origin, samples, table
-from slipstream.traces import report as page
 from slipstream.traces.rules import Rules
 from slipstream.traces.selection import REJECTS
 from slipstream.traces.splits import Splitter
-from slipstream.traces.stage import STAGE, SUMMARY, TRACED, VERSION
+from slipstream.traces.stage import FILES, STAGE, TRACED, VERSION, show
 from slipstream.traces.summary import Summary
 from slipstream.traces.trace import IMPORTED, Trace
 
@@ -69,17 +68,14 @@ def write(
         listed = [{"file": str(store.folder / name), "reason": reason} for name, reason in rejects]
         atomic.write_lines(folder.path / REJECTS, listed)
         figures = {**selection.summary.figures(), "splits": selection.sizes, "execution": None}
-        atomic.write_json(folder.path / SUMMARY, figures)
-        shown = samples.rendered(selection.samples.chosen(), selection.rules, verifier.folder_of(config.verifier))
-        atomic.write_json(folder.path / samples.FILE, shown)
-        page.write(folder.path)
+        show(folder.path, config, figures, selection.samples, selection.rules)
         total = selection.summary.total
         return folder.commit(
             version=VERSION,
             recipe=made,
             inputs=inputs,
             content=selection.content(),
-            files=[table.FILE, REJECTS, SUMMARY, samples.FILE, page.FILE],
+            files=FILES,
             counts={
                 **selection.sizes,
                 "rejected": sum(reason not in HARMLESS for _, reason in rejects),

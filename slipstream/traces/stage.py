@@ -27,6 +27,7 @@ from slipstream.traces.states import States
 STAGE, VERSION = "traces", 2
 TRACED = (splits.TRAIN, splits.VALIDATION)
 SUMMARY = page.SUMMARY
+FILES = (table.FILE, REJECTS, SUMMARY, samples.FILE, page.FILE)  # of a traces artifact, whoever made it
 Servers = Callable[[Path], AbstractContextManager[Sequence[Endpoint]]]
 
 
@@ -92,10 +93,7 @@ def run(
             selection.write({split: prompt_set.load(prompts, split) for split in TRACED}, pool)
         execution = asdict(outcome) if missing else None
         figures = {**selection.summary.figures(), "splits": selection.rows, "execution": execution}
-        atomic.write_json(folder.path / SUMMARY, figures)
-        rendered = samples.rendered(selection.samples.chosen(), rules, verifier.folder_of(config.verifier))
-        atomic.write_json(folder.path / samples.FILE, rendered)
-        page.write(folder.path)
+        show(folder.path, config, figures, selection.samples, rules)
         selection.check(outcome)
         total = sum(prompt_set.count(prompts, split) for split in TRACED)
         return folder.commit(
@@ -103,7 +101,7 @@ def run(
             recipe=recipe,
             inputs=inputs,
             content=selection.content(),
-            files=[table.FILE, REJECTS, SUMMARY, samples.FILE, page.FILE],
+            files=FILES,
             counts=selection.counts(),
             origin=origin.origin(config.verifier),
             work={
@@ -116,6 +114,14 @@ def run(
                 **({} if outcome.states is None else {"states": outcome.states}),
             },
         )
+
+
+def show(folder: Path, config: RunConfig, figures: dict[str, Any], picked: samples.Chooser, rules: Rules) -> None:
+    """Writes the artifact's summary, its sample rows as text, and the page that shows both."""
+    atomic.write_json(folder / SUMMARY, figures)
+    rendered = samples.rendered(picked.chosen(), rules, verifier.folder_of(config.verifier))
+    atomic.write_json(folder / samples.FILE, rendered)
+    page.write(folder)
 
 
 def _traced(prompts: Artifact, longer_than: int = 0) -> Iterator[Prompt]:

@@ -103,3 +103,12 @@ def write_prompts(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of traces without pictures, which take 0.3 s each."""
+    from slipstream.traces import plots
+
+    for picture in ("lengths", "throughput"):
+        monkeypatch.setattr(plots, picture, lambda figures: None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,11 @@ from slipstream.features import capture, extraction
 from slipstream.features.capture import Outcome
 from slipstream.features.lease import Lease
 from slipstream.features.pool import FeaturePool
-from slipstream.features.sample import Form
 from slipstream.progress import Progress, silent
 from slipstream.serving import Endpoint
 
 Rows = Sequence[tuple[int, Sequence[int]]]
 Run = Callable[..., Outcome]
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[FeaturePool]:
-    """An empty pool of four layers, width eight."""
-    with closing(FeaturePool(tmp_path, "r", Form(4, 8, "float32"))) as opened:
-        yield opened
 
 
 @pytest.fixture

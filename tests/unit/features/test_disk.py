@@ -10,8 +10,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,6 @@ from slipstream.features import capture, disk
 from slipstream.features.capture import Outcome
 from slipstream.features.lease import Lease
 from slipstream.features.pool import FeaturePool
-from slipstream.features.sample import Form
 from slipstream.progress import Progress, silent
 from slipstream.serving import Endpoint
 
@@ -52,12 +51,6 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Free:
     monkeypatch.setattr(disk, "REST_S", 0.2)
     monkeypatch.setattr(capture, "TELL_EVERY_S", 0.05)
     return told
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[FeaturePool]:
-    with closing(FeaturePool(tmp_path, "r", Form(4, 8, "float32"))) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,13 @@ from slipstream.features import capture
 from slipstream.features.capture import Outcome
 from slipstream.features.lease import Lease
 from slipstream.features.pool import FeaturePool
-from slipstream.features.sample import Form
 from slipstream.progress import Progress, silent
 from slipstream.serving import Endpoint
 
+pytestmark = pytest.mark.usefixtures("no_backoff")
 Rows = Sequence[tuple[int, Sequence[int]]]
 ROWS: Rows = [(i, [100 + i, 1, 2, 3]) for i in range(20)]
 DEATH = "log: the server ended with status 137: killed"
-
-
-@pytest.fixture
-def pool(tmp_path: Path, no_backoff: None) -> Iterator[FeaturePool]:
-    with closing(FeaturePool(tmp_path, "r", Form(4, 8, "float32"))) as opened:
-        yield opened
 
 
 class Owned:

@@ -26,7 +26,7 @@ from slipstream.features.rows import read_rows
 from slipstream.features.shards import Shard
 from slipstream.progress import silent
 from slipstream.serving import Endpoint
-from slipstream.traces import plots, prompt_set, stage
+from slipstream.traces import prompt_set, stage
 
 TEXTS = [f"prompt {i}" for i in range(30)]
 HIDDEN = 128  # of the pocket verifier
@@ -103,11 +103,9 @@ def run(
     make_config: Callable[..., RunConfig],
     write_prompts: Callable[..., str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    no_pictures: None,
 ) -> Runner:
-    """A runner whose pages have no pictures, which take 0.3 s each."""
-    for picture in ("lengths", "throughput"):
-        monkeypatch.setattr(plots, picture, lambda figures: None)
+    """A runner in the test's own work directory."""
     return Runner(stub, make_config, write_prompts, tmp_path / "work")
 
 

@@ -16,7 +16,7 @@ from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
 from slipstream.progress import Progress, silent
 from slipstream.serving import Endpoint
-from slipstream.traces import plots, prompt_set, stage
+from slipstream.traces import prompt_set, stage
 
 
 class Runner:
@@ -69,11 +69,9 @@ def run(
     make_config: Callable[..., RunConfig],
     write_prompts: Callable[..., str],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    no_pictures: None,
 ) -> Runner:
-    """A runner in the test's own work directory; its pages have no pictures, which take 0.3 s each."""
-    for picture in ("lengths", "throughput"):
-        monkeypatch.setattr(plots, picture, lambda figures: None)
+    """A runner in the test's own work directory."""
     return Runner(stub, make_config, write_prompts, tmp_path / "work")
 
 
