@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from slipstream.errors import InputError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Loss = Literal["kl_div", "rkl", "jsd", "ce", "tv", "nla", "lk_hybrid"]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -341,8 +342,31 @@ class FeaturesConfig(Stage):
 class VocabularyConfig(Stage):
     """The drafter's smaller vocabulary: the most frequent supervised tokens plus every control token."""
 
+    RUNTIME = frozenset({"sweep"})
+
+    mapping: Literal["traces", "init_from"] = Field(
+        default="traces",
+        description="Whose tokens: the most frequent ones of the traces, or those of drafter.init_from, unchanged.",
+    )
     size: int = Field(default=32000, ge=1, description="Tokens in the draft vocabulary.")
     must_keep: list[int] = Field(default=[], description="Token ids that are in whatever their frequency.")
+    sweep: list[int] = Field(
+        default=[8000, 16000, 24000, 32000, 48000, 64000],
+        description="Sizes for which the coverage of the traces is shown beside the chosen one.",
+    )
+
+
+class RopeScaling(Stage):
+    """Rotary scaling under transformers' names; what a type does not use stays null."""
+
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3"] = Field(description="Kind of scaling.")
+    factor: float = Field(gt=0, description="How many times longer the context becomes.")
+    original_max_position_embeddings: int | None = Field(default=None, ge=1, description="Context before scaling.")
+    attention_factor: float | None = Field(default=None, gt=0, description="yarn: scale of the attention.")
+    beta_fast: float | None = Field(default=None, gt=0, description="yarn: boundary of the extrapolated part.")
+    beta_slow: float | None = Field(default=None, gt=0, description="yarn: boundary of the interpolated part.")
+    low_freq_factor: float | None = Field(default=None, gt=0, description="llama3: low-frequency boundary.")
+    high_freq_factor: float | None = Field(default=None, gt=0, description="llama3: high-frequency boundary.")
 
 
 class DraftShape(Stage):
@@ -354,8 +378,13 @@ class DraftShape(Stage):
     head_dim: int = Field(ge=2, description="Width of one head.")
     intermediate_size: int = Field(ge=1, description="Width of the MLP.")
     rms_norm_eps: float = Field(default=1e-6, gt=0, description="Epsilon of the RMS norms.")
-    rope_theta: float = Field(default=1e6, gt=0, description="Base of the rotary embedding; no scaling.")
+    rope_theta: float = Field(default=1e6, gt=0, description="Base of the rotary embedding.")
+    rope_scaling: RopeScaling | None = Field(default=None, description="Scaling of the rotary embedding; null: none.")
     max_position_embeddings: int = Field(default=262144, ge=16, description="Longest position, in tokens.")
+    norm_before_residual: bool = Field(default=False, description="The residual takes the normed state.")
+    norm_before_fc: bool = Field(default=False, description="One norm over the concatenated auxiliary states.")
+    fc_norm: bool = Field(default=False, description="A norm for each auxiliary state before they are concatenated.")
+    norm_output: bool = Field(default=False, description="The normed state is fed back from step to step.")
 
     @model_validator(mode="after")
     def _grouped(self) -> Self:
@@ -364,34 +393,96 @@ class DraftShape(Stage):
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are two answers to one question: set one of them")
         return self
 
 
 class DrafterConfig(Stage):
     """Training of the EAGLE-3 drafter by speculators' Trainer."""
 
-    RUNTIME = frozenset({"devices", "num_workers", "log_every", "threads"})
+    RUNTIME = frozenset(
+        {
+            "devices",
+            "num_workers",
+            "log_every",
+            "threads",
+            "trackers",
+            "checkpoint_steps",
+            "keep_checkpoints",
+            "max_loss_factor",
+        }
+    )
 
-    shape: DraftShape = Field(description="Shape of the decoder layers.")
+    published: str | None = Field(
+        default=None, description="Published drafter (a name under slipstream/drafters/) whose shape is taken."
+    )
+    shape: DraftShape | None = Field(
+        default=None,
+        description="Shape of the decoder layers; null takes the published drafter's, or one made from the verifier.",
+    )
     init_from: str | None = Field(
         default=None, description="Checkpoint folder to warm-start from (EAGLE-3, flat or speculators form)."
     )
+    train_lm_head: bool = Field(
+        default=False, description="Train the output head too; it starts from the verifier's rows, or the warm start's."
+    )
     epochs: int = Field(default=5, ge=0, description="Passes over the training rows; 0 exports the initial drafter.")
+    early_stop_patience: int | None = Field(
+        default=None, ge=1, description="Stop after so many epochs without a longer accepted length; null never stops."
+    )
     learning_rate: float = Field(default=3e-5, gt=0, description="Peak learning rate.")
     scheduler: Literal["cosine", "linear", "none"] = Field(default="cosine", description="Learning-rate schedule.")
     warmup_ratio: float = Field(default=0.01, ge=0, le=1, description="Share of all steps that warms up.")
+    optimizer: Literal["adamw", "muon"] = Field(default="adamw", description="Muon takes the matrices, AdamW the rest.")
+    muon_learning_rate: float = Field(default=0.02, gt=0, description="Peak learning rate of Muon's matrices.")
     weight_decay: float = Field(default=0.01, ge=0, description="AdamW's weight decay.")
     sequence_length: int = Field(default=2048, ge=16, description="Tokens of one packed step; longer rows are cut.")
     ttt_steps: int = Field(default=3, ge=1, description="Training-time-test steps.")
     ttt_step_loss_decay: float = Field(default=1.0, gt=0, le=1, description="Weight of each further step's loss.")
-    loss: Literal["kl_div", "ce"] = Field(default="kl_div", description="Loss against the verifier's distribution.")
+    loss: Loss = Field(default="kl_div", description="Loss against the verifier's distribution.")
+    loss_weights: dict[Loss, float] = Field(default={}, description="A weighted sum of losses instead of `loss`.")
+    noise: float = Field(
+        default=0.0, ge=0, description="Width of the uniform noise on training's hidden states; 0 adds none."
+    )
     compute_dtype: Dtype = Field(default="bfloat16", description="Type of the forward pass; weights stay float32.")
+    fp8_linears: bool = Field(
+        default=False, description="Linear layers in float8 (torchao, rowwise) over float32 weights; Hopper or newer."
+    )
+    distributed: Literal["ddp", "fsdp"] = Field(default="ddp", description="How several devices train.")
     seed: int = Field(default=0, ge=0, description="Seed of the initial weights and of the data order.")
+    replay_tokens: int = Field(
+        default=3, ge=1, description="Tokens a chain drafts in the replay that names the best epoch."
+    )
+    replay_rows: int | None = Field(
+        default=None, ge=1, description="Validation rows replayed after each epoch; null takes all."
+    )
     keep_initial: bool = Field(default=False, description="Export the drafter as it was before training, too.")
+    export_embeddings: bool = Field(
+        default=True, description="Exports carry the embedding; without it servers share the verifier's."
+    )
+    checkpoint_steps: int | None = Field(
+        default=None, ge=1, description="Steps between two checkpoints inside an epoch; null makes one an epoch."
+    )
+    keep_checkpoints: Literal["best_and_last", "all"] = Field(
+        default="best_and_last", description="Checkpoints that stay when a later one is complete; exports all stay."
+    )
+    max_loss_factor: float = Field(
+        default=20.0, gt=1, description="Training fails when a loss is so many times the median of the last ones."
+    )
+    trackers: list[Literal["tensorboard", "trackio", "mlflow", "wandb"]] = Field(
+        default=[], description="Where speculators' metric logger writes besides the metrics file."
+    )
     devices: list[int] = Field(default=[0], description="GPU indices to train on; empty trains on the CPU.")
     num_workers: int = Field(default=4, ge=0, description="Data loader processes; 0 loads in the main process.")
     threads: int = Field(default=0, ge=0, description="CPU threads of the trainer; 0 leaves it to torch.")
     log_every: int = Field(default=10, ge=1, description="Steps between two lines of metrics.")
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> Self:
+        if self.published and self.shape:
+            raise ValueError(f"published ({self.published}) and shape are two answers to one question: set one of them")
+        return self
 
 
 class AcceptanceConfig(Stage):
@@ -449,6 +540,12 @@ class RunConfig(BaseModel):
     def _untrained_is_kept(self) -> Self:
         if self.acceptance.untrained and not self.drafter.keep_initial:
             raise ValueError("acceptance.untrained needs drafter.keep_initial: there is nothing to measure otherwise")
+        return self
+
+    @model_validator(mode="after")
+    def _mapping_has_a_source(self) -> Self:
+        if self.vocabulary.mapping == "init_from" and not self.drafter.init_from:
+            raise ValueError("vocabulary.mapping init_from needs drafter.init_from: there is no mapping to keep")
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream import verifier
 from slipstream.config import BYTES, RunConfig
+from slipstream.drafter import shape as drafter_shape
 from slipstream.errors import InputError
 from slipstream.traces import origin
 from slipstream.traces.gathered import gathering
@@ -82,7 +83,7 @@ def _passes(config: RunConfig) -> int:
 
 
 def _drafter_parameters(config: RunConfig, shape: verifier.Shape) -> dict[str, int]:
-    draft, hidden = config.drafter.shape, shape.hidden_size
+    draft, hidden = drafter_shape.resolve(config), shape.hidden_size
     heads = draft.num_attention_heads * draft.head_dim
     kv_heads = draft.num_key_value_heads * draft.head_dim
     mlp = 3 * hidden * draft.intermediate_size

@@ -51,7 +51,7 @@ def build(job: Job, device: str) -> Any:
 
     torch.manual_seed(job.drafter.seed)
     t2d, d2t = (torch.from_numpy(array) for array in vocabulary.load(Path(job.vocabulary)))
-    config = layer_config(job.drafter.shape, job.hidden_size, job.vocab_size)
+    config = layer_config(job.shape, job.hidden_size, job.vocab_size)
     registry = SpeculatorModel.registry
     assert registry is not None
     model = registry["eagle3"].from_training_args(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from slipstream.config import DrafterConfig
+from slipstream.config import DrafterConfig, DraftShape
 from slipstream.features.stream import Streaming
 
 
@@ -18,6 +18,7 @@ class Job(BaseModel):
 
     With `streaming` the states come from its servers, without it from the files of `features`: `checked_reads` is the
     share of them whose checksum is compared, `read_ahead` how many samples the disk reads ahead.
+    `shape` is the decoder's, whether configured or not (`drafter.shape`).
     `final_state` is what the store says of its last state: before the final norm or after it (`features.recipe`).
     """
 
@@ -33,6 +34,7 @@ class Job(BaseModel):
     train_rows: int
     rows: int
     final_state: str
+    shape: DraftShape
     drafter: DrafterConfig
     checked_reads: float = 1.0
     read_ahead: int = 0

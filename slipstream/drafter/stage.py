@@ -25,6 +25,7 @@ from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.drafter import checkpoints, failure
 from slipstream.drafter.job import Job
+from slipstream.drafter.shape import resolve
 from slipstream.errors import StageFailed, TransientError
 from slipstream.features import beside_training
 from slipstream.features.complete import require_complete
@@ -42,6 +43,8 @@ def _recipe(config: RunConfig) -> dict[str, Any]:
     weights = [checksum(p) for p in sorted(Path(init).glob("*.safetensors"))] if init else None
     return {
         **config.drafter.recipe(),
+        "published": None,  # the shape is what counts
+        "shape": resolve(config).recipe(),
         "init_from": weights,
         "device": "cuda" if config.drafter.devices else "cpu",
         "world_size": max(1, len(config.drafter.devices)),
@@ -176,6 +179,7 @@ def _job(
         train_rows=counts["train"],
         rows=counts["rows"],
         final_state=final_state_of(manifest.recipe, features.path),
+        shape=resolve(config),
         drafter=config.drafter,
         checked_reads=config.features.checked_reads,
         read_ahead=config.features.read_ahead,

@@ -16,7 +16,7 @@ from slipstream.features.recipe import PRE_NORM
 def job(config: RunConfig | None, train_rows: int, rows: int) -> Job:
     """A job of these rows."""
     fields = {"verifier": "v", "features": "f", "vocabulary": "w", "checkpoints": "c", "metrics": "m"}
-    drafter = {"drafter": config.drafter if config else None}
+    drafter = {"drafter": config.drafter, "shape": config.drafter.shape} if config else {}
     numbers = {"layer_ids": [1], "hidden_size": 8, "vocab_size": 9, "train_rows": train_rows, "rows": rows}
     numbers |= {"final_state": PRE_NORM}
     return Job.model_construct(**fields, **numbers, **drafter)

@@ -158,6 +158,7 @@ def job(tmp_path: Path, verifier: Path) -> Callable[[str], Job]:
             train_rows=1,
             rows=2,
             final_state=final_state,
+            shape=shape,
             drafter=DrafterConfig(shape=shape, devices=[]),
         )
 
