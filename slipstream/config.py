@@ -356,6 +356,15 @@ class VocabularyConfig(Stage):
     )
 
 
+# Of each rope type, beside the factor: fields without which it is undefined, and fields that have a default.
+ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": ((), ()),
+    "dynamic": ((), ()),
+    "yarn": (("original_max_position_embeddings",), ("attention_factor", "beta_fast", "beta_slow", "truncate")),
+    "llama3": (("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"), ()),
+}
+
+
 class RopeScaling(Stage):
     """Rotary scaling under transformers' names; what a type does not use stays null."""
 
@@ -365,8 +374,19 @@ class RopeScaling(Stage):
     attention_factor: float | None = Field(default=None, gt=0, description="yarn: scale of the attention.")
     beta_fast: float | None = Field(default=None, gt=0, description="yarn: boundary of the extrapolated part.")
     beta_slow: float | None = Field(default=None, gt=0, description="yarn: boundary of the interpolated part.")
+    truncate: bool | None = Field(default=None, description="yarn: whole dimensions as boundaries; null: yes.")
     low_freq_factor: float | None = Field(default=None, gt=0, description="llama3: low-frequency boundary.")
     high_freq_factor: float | None = Field(default=None, gt=0, description="llama3: high-frequency boundary.")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        needed, optional = ROPE_FIELDS[self.rope_type]
+        given = {name for name, value in self if value is not None} - {"rope_type", "factor"}
+        if missing := [name for name in needed if name not in given]:
+            raise ValueError(f"rope type {self.rope_type} needs {missing[0]}")
+        if strange := sorted(given - {*needed, *optional}):
+            raise ValueError(f"rope type {self.rope_type} does not use {strange[0]}: leave it out")
+        return self
 
 
 class DraftShape(Stage):
