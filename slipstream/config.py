@@ -342,17 +342,17 @@ class FeaturesConfig(Stage):
 class VocabularyConfig(Stage):
     """The drafter's smaller vocabulary: the most frequent supervised tokens plus every control token."""
 
-    RUNTIME = frozenset({"sweep"})
-
     mapping: Literal["traces", "init_from"] = Field(
         default="traces",
-        description="Whose tokens: the most frequent ones of the traces, or those of drafter.init_from, unchanged.",
+        description="Whose tokens: the most frequent ones of the traces, or those of drafter.init_from, unchanged "
+        "(size is then its size).",
     )
     size: int = Field(default=32000, ge=1, description="Tokens in the draft vocabulary.")
     must_keep: list[int] = Field(default=[], description="Token ids that are in whatever their frequency.")
     sweep: list[int] = Field(
         default=[8000, 16000, 24000, 32000, 48000, 64000],
-        description="Sizes for which the coverage of the traces is shown beside the chosen one.",
+        description="Sizes for which the coverage of the traces is shown beside the chosen one; other sizes cost no "
+        "extraction and leave the maps as they are.",
     )
 
 

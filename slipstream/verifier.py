@@ -198,7 +198,7 @@ def check(config: RunConfig) -> Shape:
     kept = set(special.values()) | set(config.vocabulary.must_keep) | set(shape.eos_token_ids)
     if beyond := sorted(token for token in kept if not 0 <= token < shape.vocab_size):
         raise InputError(f"vocabulary.must_keep: token ids {beyond} do not lie in 0 … {shape.vocab_size - 1}")
-    if len(kept) > config.vocabulary.size:
+    if config.vocabulary.mapping == "traces" and len(kept) > config.vocabulary.size:
         raise InputError(
             f"vocabulary.size: {config.vocabulary.size} is smaller than the {len(kept)} control tokens that must be in"
         )
