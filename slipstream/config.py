@@ -463,7 +463,9 @@ class DrafterConfig(Stage):
     loss: Loss = Field(default="kl_div", description="Loss against the verifier's distribution.")
     loss_weights: dict[Loss, float] = Field(default={}, description="A weighted sum of losses instead of `loss`.")
     noise: float = Field(
-        default=0.0, ge=0, description="Width of the uniform noise on training's hidden states; 0 adds none."
+        default=0.0,
+        ge=0,
+        description="Uniform noise within plus and minus this on training's auxiliary hidden states; 0 adds none.",
     )
     compute_dtype: Dtype = Field(default="bfloat16", description="Type of the forward pass; weights stay float32.")
     fp8_linears: bool = Field(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from slipstream.drafter.job import Job
+from slipstream.drafter.noise import Noise, WithEpoch
 from slipstream.errors import Damaged
 from slipstream.features.complete import repair
 from slipstream.features.loader import StoreTransfer
@@ -23,11 +23,11 @@ Transfer = StoreTransfer | StreamTransfer
 class Rows(Dataset[Any]):
     """speculators' data set without its silent way out: a row whose token ids differ ends the training.
 
-    The requests for a batch of a stream are sent together.
+    The requests for a batch of a stream are sent together.  With noise, an index comes with its epoch (`WithEpoch`).
     """
 
-    def __init__(self, dataset: Any, transfer: Transfer, store: str) -> None:
-        self._dataset, self._transfer, self._store = dataset, transfer, store
+    def __init__(self, dataset: Any, transfer: Transfer, store: str, noise: Noise | None = None) -> None:
+        self._dataset, self._transfer, self._store, self._noise = dataset, transfer, store, noise
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -36,19 +36,22 @@ class Rows(Dataset[Any]):
         """The row of the store that an index of this split means."""
         return int(self._dataset.start_file_idx + index)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, at: int | tuple[int, int]) -> Any:
         from speculators.train.recovery import SampleUnavailable
 
+        epoch, index = at if isinstance(at, tuple) else (0, int(at))
         item = self._dataset[index]
         if isinstance(item, SampleUnavailable):
             row, store = self.row(index), Path(self._store)
             raise Damaged(f"{store}: the states of row {row} are of other tokens than its input_ids; {repair(store)}")
+        if self._noise is not None:
+            item["hidden_states"] = self._noise.add(item["hidden_states"], epoch, self.row(index))
         return item
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int | tuple[int, int]]) -> list[Any]:
         if isinstance(self._transfer, StreamTransfer):
-            self._transfer.begin(map(self.row, map(int, indices)))
-        return [self[int(index)] for index in indices]
+            self._transfer.begin(self.row(at[1] if isinstance(at, tuple) else int(at)) for at in indices)
+        return [self[at] for at in indices]
 
 
 def _announcer(rows: Rows, transfer: Transfer, num_workers: int) -> Callable[[int], None] | None:
@@ -59,14 +62,14 @@ def _announcer(rows: Rows, transfer: Transfer, num_workers: int) -> Callable[[in
     return None  # data workers ask for themselves, a batch at a time each
 
 
-def _rebuilt(loader: Any, transfer: Transfer, job: Job) -> DataLoader[Any]:
+def _rebuilt(loader: Any, transfer: Transfer, job: Job, noise: Noise | None) -> DataLoader[Any]:
     """`loader` (not yet started) with the same settings over checked rows, its files read ahead."""
-    rows = Rows(loader.dataset, transfer, job.features)
+    rows = Rows(loader.dataset, transfer, job.features, noise)
     announce = _announcer(rows, transfer, loader.num_workers)
     sampler = ReadAhead(loader.batch_sampler, job.read_ahead, announce) if announce else loader.batch_sampler
     return DataLoader(
         rows,
-        batch_sampler=sampler,
+        batch_sampler=WithEpoch(sampler) if noise else sampler,
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor,
         pin_memory=loader.pin_memory,
@@ -85,7 +88,10 @@ def transfer_of(job: Job, dtype: torch.dtype) -> Transfer:
 
 
 def loaders(job: Job, target_layers: int, dtype: torch.dtype) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """The loaders of training and validation rows: packed to `drafter.sequence_length` tokens, states in `dtype`."""
+    """The loaders of training and validation rows: packed to `drafter.sequence_length` tokens, states in `dtype`.
+
+    `drafter.noise` is for training rows alone.
+    """
     from speculators.models.eagle3.data import shift_batch
     from speculators.train.dataloader import create_train_val_loaders
 
@@ -110,5 +116,7 @@ def loaders(job: Job, target_layers: int, dtype: torch.dtype) -> tuple[DataLoade
         train_data_ratio=job.train_ratio,
         seed=job.drafter.seed,
     )
-    train, validation = map(partial(_rebuilt, transfer=transfer, job=job), made)
-    return train, validation
+    drafter = job.drafter
+    noise = Noise(drafter.noise, drafter.seed, dtype) if drafter.noise else None
+    train, validation = made
+    return _rebuilt(train, transfer, job, noise), _rebuilt(validation, transfer, job, None)
