@@ -69,7 +69,7 @@ def _rebuilt(loader: Any, transfer: Transfer, job: Job, noise: Noise | None) -> 
     sampler = ReadAhead(loader.batch_sampler, job.read_ahead, announce) if announce else loader.batch_sampler
     return DataLoader(
         rows,
-        batch_sampler=WithEpoch(sampler) if noise else sampler,
+        batch_sampler=WithEpoch(sampler, loader.batch_sampler) if noise else sampler,
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor,
         pin_memory=loader.pin_memory,

@@ -48,24 +48,23 @@ class Noise:
 
 
 class WithEpoch(Sampler[list[tuple[int, int]]]):
-    """The batches of `sampler` with each index as (epoch, index).
+    """The batches of `sampler` with each index as (epoch, index); `source` is speculators' sampler, which has the epoch.
 
     Data workers outlive an epoch, each with its own copy of the data set, and fetch ahead: the epoch reaches them with
     every index, or not at all.
     """
 
-    def __init__(self, sampler: Any) -> None:
-        self._sampler, self._epoch = sampler, 0
+    def __init__(self, sampler: Any, source: Any) -> None:
+        self._sampler, self._source = sampler, source
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order and the noise of the next pass."""
-        self._epoch = epoch
         self._sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        epoch = self._epoch
+        epoch = int(self._source.epoch)
         for batch in self._sampler:
             yield [(epoch, int(index)) for index in batch]
