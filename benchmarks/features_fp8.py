@@ -89,7 +89,8 @@ def features_of(config: RunConfig, traces: Artifact) -> tuple[Artifact, dict[str
 def accepted(config: RunConfig, prompts: Artifact, drafter: Artifact) -> dict[str, Any]:
     """Acceptance of the best epoch on the held-out prompts."""
     best = drafter.manifest().counts["best_epoch"]
-    spec = serving.speculative_server(drafter.folder / drafter_stage.EPOCHS / best, config.acceptance.draft_tokens)
+    served = drafter_stage.served_folder(drafter.folder, best)
+    spec = serving.speculative_server(served, config.acceptance.draft_tokens)
     asked = list(prompt_set.load(prompts, splits.HELD_OUT))
     logs, cache = config.root / "logs" / config.name, serving.cache_folder(config.servers, config.root)
     with serving.replicas(config.verifier, config.servers, [spec], logs, cache) as [endpoint]:

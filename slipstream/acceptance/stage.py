@@ -54,15 +54,15 @@ def key(config: RunConfig, prompts: Artifact, drafter: Artifact) -> str:
 
 
 def _variants(config: RunConfig, drafter: Artifact) -> dict[str, serving.ServerSpec]:
-    exported = drafter.folder / drafter_stage.EPOCHS
     best = drafter.manifest().counts["best_epoch"]
     draft_tokens = config.acceptance.draft_tokens
     variants = {
         BASELINE: serving.generation_server(),
-        SPECULATIVE: serving.speculative_server(exported / best, draft_tokens),
+        SPECULATIVE: serving.speculative_server(drafter_stage.served_folder(drafter.folder, best), draft_tokens),
     }
     if config.acceptance.untrained:
-        variants[UNTRAINED] = serving.speculative_server(exported / checkpoints.INITIAL, draft_tokens)
+        initial = drafter_stage.served_folder(drafter.folder, checkpoints.INITIAL)
+        variants[UNTRAINED] = serving.speculative_server(initial, draft_tokens)
     return variants
 
 

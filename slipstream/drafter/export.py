@@ -1,98 +1,92 @@
-"""The flat EAGLE-3 form that vLLM and SGLang load: `LlamaForCausalLMEagle3`, `midlayer.*`, maps inside.
+"""An epoch's exports: the folder that servers load, in both forms, made from its checkpoint.
 
-The auxiliary layer ids stand at the top level (vLLM's V2 runner reads only those) and in `eagle_config` (vLLM's
-V1 runner and SGLang); the final layer's id is never among them.  Rope is written in the old spelling (SGLang,
-transformers 4) and the new one (transformers 5) with the same values.
+epochs/<epoch>/
+  flat/          `LlamaForCausalLMEagle3` for vLLM and SGLang (`flat`)
+  speculators/   speculators' own form, for vLLM and to go on from
+  export.json    what they were made from and how
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from slipstream import vocabulary
+from slipstream import atomic
 from slipstream.config import Dtype
-from slipstream.errors import Damaged
+from slipstream.drafter import checkpoints, flat
+from slipstream.drafter.stage import CHECKPOINTS, CONFIG, EPOCHS, FLAT, WEIGHTS
 
-EXPORTED = ("embed_tokens.weight", "fc.weight", "layers.0.", "norm.weight", "lm_head.weight", "d2t", "t2d")
+SPECULATORS, RECORD = "speculators", "export.json"
 
 
-def flat_tensors(tensors: dict[str, torch.Tensor], dtype: Dtype) -> dict[str, torch.Tensor]:
-    """A speculators checkpoint's tensors under the flat form's names; floats become `dtype`, maps stay.
+def export_epoch(folder: Path, name: str, dtype: Dtype, embeddings: bool = True) -> Path:
+    """Makes `epochs/<name>/` from `checkpoints/<name>/` in a drafter's folder, whole or not at all, and returns it.
 
-    Raises Damaged for a tensor that the flat form has no name for.
+    Exports that are whole and made from this very checkpoint in this way stay as they are, so it may be called as often
+    as one likes; they stay too when the checkpoint is gone.  Floats are written in `dtype`.
+    Raises Damaged when a tensor or a map of the checkpoint cannot be exported.
     """
-    flat: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.startswith(("verifier_norm.", "verifier_lm_head.")):
-            continue
-        if not name.startswith(EXPORTED):
-            raise Damaged(f"tensor {name} has no place in the flat EAGLE-3 form (one decoder layer, no extra norms)")
-        value = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
-        flat[name.replace("layers.0.", "midlayer.", 1)] = value.contiguous()
-    vocabulary.check(flat["t2d"].numpy(), flat["d2t"].numpy())
-    return flat
+    checkpoint, target = folder / CHECKPOINTS / name, folder / EPOCHS / name
+    if checkpoint.is_dir():
+        record = _record(checkpoint, dtype, embeddings)
+        if not _whole(target) or json.loads((target / RECORD).read_bytes()) != record:
+            _make(checkpoint, target, record, dtype, embeddings)
+    return target
 
 
-def flat_config(speculators: dict[str, Any], dtype: Dtype) -> dict[str, Any]:
-    """The flat form's `config.json` from a speculators `config.json`."""
-    layer = speculators["transformer_layer_config"]
-    aux = list(speculators["eagle_aux_hidden_state_layer_ids"])
-    rope = layer["rope_parameters"]
-    if rope.get("rope_type", "default") != "default":
-        raise Damaged(f"rope type {rope['rope_type']} was not trained by this project and is not exported")
+def _record(checkpoint: Path, dtype: Dtype, embeddings: bool) -> dict[str, Any]:
+    """What an export is made from: checkpoints are renamed into place, so size and time name one (10 GB to hash)."""
+    weights = (checkpoint / WEIGHTS).stat()
+    return {"checkpoint": [weights.st_size, weights.st_mtime_ns], "dtype": dtype, "embeddings": embeddings}
+
+
+def _whole(target: Path) -> bool:
+    """Whether every file of an export can be read; files set aside as damaged are empty."""
+    try:
+        json.loads((target / RECORD).read_bytes())
+        for form in (FLAT, SPECULATORS):
+            json.loads((target / form / CONFIG).read_bytes())
+            with safe_open(target / form / WEIGHTS, framework="numpy"):
+                pass
+    except (OSError, ValueError, SafetensorError):
+        return False
+    return True
+
+
+def _make(checkpoint: Path, target: Path, record: dict[str, Any], dtype: Dtype, embeddings: bool) -> None:
+    temporary = target.parent / checkpoints.temporary_name(target.name)
+    shutil.rmtree(temporary, ignore_errors=True)
+    config = flat.layer_defaults(json.loads((checkpoint / CONFIG).read_bytes()))
+    tensors = cast(load_file(checkpoint / WEIGHTS), dtype)
+    _write(temporary / FLAT, flat.tensors(tensors, embeddings), flat.config(config, dtype))
+    _write(temporary / SPECULATORS, tensors, speculators_config(config, dtype))
+    atomic.write_json(temporary / RECORD, record)
+    checkpoints.publish(target.parent, target.name)
+
+
+def speculators_config(given: dict[str, Any], dtype: Dtype) -> dict[str, Any]:
+    """A checkpoint's `config.json` without the code that speculators copies beside its own checkpoints."""
+    return {name: value for name, value in given.items() if name != "auto_map"} | {"dtype": dtype}
+
+
+def cast(given: dict[str, torch.Tensor], dtype: Dtype) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors without the verifier's own; floats become `dtype`, maps stay."""
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": layer["hidden_size"],
-        "intermediate_size": layer["intermediate_size"],
-        "num_hidden_layers": layer["num_hidden_layers"],
-        "num_attention_heads": layer["num_attention_heads"],
-        "num_key_value_heads": layer["num_key_value_heads"],
-        "head_dim": layer["head_dim"],
-        "hidden_act": "silu",
-        "rms_norm_eps": layer["rms_norm_eps"],
-        "max_position_embeddings": layer["max_position_embeddings"],
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rope["rope_theta"]},
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "vocab_size": layer["vocab_size"],
-        "draft_vocab_size": speculators["draft_vocab_size"],
-        "eagle_aux_hidden_state_layer_ids": aux,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": aux,
-            "use_aux_hidden_state": True,
-            "use_input_layernorm_in_first_layer": True,
-            "use_last_layernorm": True,
-            "use_mtp_layernorm": False,
-        },
-        "dtype": dtype,
-        "torch_dtype": dtype,
+        name: (tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in given.items()
+        if not name.startswith(flat.VERIFIERS)
     }
 
 
-def layer_defaults(speculators: dict[str, Any]) -> dict[str, Any]:
-    """`speculators` with its decoder's fields spelled out (the file holds only what differs from the defaults)."""
-    from transformers import LlamaConfig
-
-    layer = LlamaConfig(**speculators["transformer_layer_config"]).to_dict()
-    return {**speculators, "transformer_layer_config": layer}
-
-
-def export(checkpoint: Path, target: Path, dtype: Dtype) -> None:
-    """Writes the flat form of a speculators checkpoint folder into the folder `target`."""
-    target.mkdir(parents=True, exist_ok=True)
-    config = layer_defaults(json.loads((checkpoint / "config.json").read_text()))
-    save_file(
-        flat_tensors(load_file(checkpoint / "model.safetensors"), dtype),
-        target / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-    (target / "config.json").write_text(json.dumps(flat_config(config, dtype), indent=2) + "\n")
+def _write(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    atomic.fsync_file(folder / WEIGHTS)
+    atomic.write_json(folder / CONFIG, config)
+    atomic.fsync_folder(folder)

@@ -2,7 +2,7 @@
 
 drafter/<key>/
   checkpoints/<epoch>/   what training resumes from (speculators form, float32, optimizer state)
-  epochs/<epoch>/        the flat form that vLLM and SGLang load
+  epochs/<epoch>/        what servers load: `flat/` (vLLM, SGLang) and `speculators/` (vLLM), see `export`
   best                   link to the epoch with the longest expected accepted length on validation rows
   metrics.jsonl, train.log, job.json
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +33,9 @@ from slipstream.features.recipe import final_state_of, form
 from slipstream.features.stream import Streaming, StreamServer
 from slipstream.progress import Progress, Report
 
-STAGE, VERSION = "drafter", 1
-EPOCHS, CHECKPOINTS, BEST = "epochs", "checkpoints", "best"
+STAGE, VERSION = "drafter", 2
+EPOCHS, CHECKPOINTS, BEST, FLAT = "epochs", "checkpoints", "best", "flat"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 def _recipe(config: RunConfig) -> dict[str, Any]:
@@ -98,18 +98,23 @@ def run(
             raise StageFailed(f"{folder.path / 'train.log'}: training ended with epochs {epochs} instead of {expected}")
         names = [checkpoints.INITIAL] if _initial_wanted(config) else []
         names += [str(epoch) for epoch in epochs]
+        checkpoints.sweep(folder.path / EPOCHS)
         for epoch_name in names:
-            _export(folder.path, epoch_name, config)
+            export_epoch(folder.path, epoch_name, config)
         lengths = {
             epoch: checkpoints.expected_accepted_length(checkpoints.validation_metrics(store, epoch))
             for epoch in epochs
         }
         best = str(max(lengths, key=lambda epoch: lengths[epoch])) if lengths else checkpoints.INITIAL
         _point(folder.path / BEST, Path(EPOCHS) / best)
-        files = [str(p.relative_to(folder.path)) for p in sorted((folder.path / EPOCHS).glob("*/*"))]
+        exported = [path for exported_name in names for path in (folder.path / EPOCHS / exported_name).rglob("*")]
+        files = [str(path.relative_to(folder.path)) for path in sorted(exported) if path.is_file()]
         files += [str(p.relative_to(folder.path)) for p in sorted(store.glob("*/*")) if p.is_file()]
         files += ["job.json"] + (["metrics.jsonl"] if (folder.path / "metrics.jsonl").exists() else [])
-        served = {epoch_name: checksum(folder.path / EPOCHS / epoch_name / "model.safetensors") for epoch_name in names}
+        served = {
+            epoch_name: [checksum(served_folder(folder.path, epoch_name) / file) for file in (CONFIG, WEIGHTS)]
+            for epoch_name in names
+        }
         return folder.commit(
             version=VERSION,
             recipe=recipe,
@@ -120,7 +125,7 @@ def run(
                 "epochs": len(epochs),
                 "best_epoch": best,
                 "expected_accepted_length": {str(e): round(length, 4) for e, length in lengths.items()},
-                **parameter_counts(folder.path / EPOCHS / best / "model.safetensors"),
+                **parameter_counts(served_folder(folder.path, best) / WEIGHTS),
             },
             work={"epochs_trained": len(epochs) - len(before), "epochs_reused": len(before)},
         )
@@ -265,15 +270,16 @@ def _rounded(value: float | str) -> float | str:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _export(folder: Path, name: str, config: RunConfig) -> None:
+def export_epoch(folder: Path, name: str, config: RunConfig) -> Path:
+    """Exports an epoch whose checkpoint is complete, as `export.export_epoch` does."""
     from slipstream.drafter import export
 
-    parent = folder / EPOCHS
-    parent.mkdir(exist_ok=True)
-    temporary = parent / checkpoints.temporary_name(name)
-    shutil.rmtree(temporary, ignore_errors=True)
-    export.export(folder / CHECKPOINTS / name, temporary, config.verifier.dtype)
-    checkpoints.publish(parent, name)
+    return export.export_epoch(folder, name, config.verifier.dtype, config.drafter.export_embeddings)
+
+
+def served_folder(folder: Path, name: str) -> Path:
+    """What a server of either kind loads of an epoch."""
+    return folder / EPOCHS / name / FLAT
 
 
 def _point(link: Path, target: Path) -> None:

@@ -223,8 +223,9 @@ def test_last_state_gives_the_servers_prompt_logprobs(latest: Path, tmp_path: Pa
 
 
 def test_the_exported_drafter_carries_the_maps(latest: Path) -> None:
-    drafter = load_file((latest / "drafter" / "best").resolve() / "model.safetensors")
-    config = json.loads(((latest / "drafter" / "best").resolve() / "config.json").read_text())
+    best = (latest / "drafter" / "best").resolve()
+    drafter = load_file(best / "flat" / "model.safetensors")
+    config = json.loads((best / "flat" / "config.json").read_text())
     t2d, d2t = drafter["t2d"].numpy(), drafter["d2t"].numpy()
     assert t2d.dtype == np.bool_
     assert t2d.shape == (512,)
