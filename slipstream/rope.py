@@ -26,9 +26,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from slipstream.class_defaults import class_default
 from slipstream.config import ROPE_FIELDS, RopeScaling, describe
 from slipstream.errors import InputError
+from slipstream.text_fields import class_default
 
 PLAIN = frozenset({"default", "mrope"})  # text has one position a token, so mrope's sections turn alike
 OTHER_DYNAMIC = ("alpha", "max_trained_positions")  # vLLM's other formulas under the same name

@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import RunConfig, VerifierConfig
+from slipstream import rope
+from slipstream.config import RopeScaling, RunConfig, VerifierConfig
 from slipstream.digest import digest
 from slipstream.errors import InputError
+from slipstream.text_fields import TextFields
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 TEXTS = frozenset({".json", ".jinja", ".py", ".txt"})  # configuration, tokenizer, template, generation defaults
@@ -26,37 +28,96 @@ HASHED_WHOLE = 64 << 20  # larger weight files are named by size, header and a s
 
 @dataclass(frozen=True)
 class Shape:
-    """The figures of a verifier that everything after it depends on."""
+    """The figures of a verifier that everything after it depends on.
+
+    The fields proper are what a run cannot do without; the properties are what its drafter's defaults are made from,
+    None where the model has no such thing or nobody says it.
+    """
 
     model_type: str
     hidden_size: int
     num_layers: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    text: TextFields = field(default_factory=lambda: TextFields({}, {}, ""), repr=False, compare=False)
 
     @property
     def final_layer_id(self) -> int:
         """Id of the last residual state: before the final norm, after the last layer."""
         return self.num_layers
 
+    @property
+    def text_model_type(self) -> str:
+        """The language model's own type (`kimi_k2` inside `kimi_k25`)."""
+        return self.text.model_type
+
+    @property
+    def num_attention_heads(self) -> int | None:
+        """Query heads."""
+        return self.text.whole("num_attention_heads")
+
+    @property
+    def num_key_value_heads(self) -> int | None:
+        """Key and value heads; all query heads where nothing else is said."""
+        return self.text.whole("num_key_value_heads") or self.num_attention_heads
+
+    @property
+    def latent_attention(self) -> bool:
+        """MLA (DeepSeek, Kimi): keys and values are read from a latent, so there is no width of a head."""
+        return self.text.get("kv_lora_rank") is not None
+
+    @property
+    def head_dim(self) -> int | None:
+        """Width of one head; hidden size over heads only where no field says it; None under latent attention."""
+        if self.latent_attention:
+            return None
+        heads = self.num_attention_heads
+        return self.text.whole("head_dim") or (self.hidden_size // heads if heads else None)
+
+    @property
+    def intermediate_size(self) -> int | None:
+        """Width of the MLP (of dense layers, where the file names two)."""
+        named = "intermediate_size_mlp" if "intermediate_size_mlp" in self.text.nested else "intermediate_size"
+        return self.text.whole(named)
+
+    @property
+    def rms_norm_eps(self) -> float | None:
+        """Epsilon of the RMS norms."""
+        value = self.text.get("rms_norm_eps")
+        return None if value is None else float(value)
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        """Longest position, in tokens."""
+        return self.text.whole("max_position_embeddings")
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Width of the sliding-window layers' attention, in tokens."""
+        return self.text.whole("sliding_window") if self.text.get("use_sliding_window") is not False else None
+
+    @property
+    def tied(self) -> bool | None:
+        """Whether the head is the embedding; None where neither the file nor transformers' class says it."""
+        value = self.text.get("tie_word_embeddings")
+        return None if value is None else bool(value)
+
+    def rope(self) -> tuple[float, RopeScaling | None]:
+        """Theta and scaling of the rotary embedding; raises InputError for what no drafter is trained with."""
+        return rope.read(self.text.nested, self.text.where)
+
 
 def shape_of(config: Mapping[str, Any], where: str) -> Shape:
     """The shape in a `config.json` mapping; raises InputError naming the field that is missing."""
-    text = config.get("text_config") or config
-    numbers: dict[str, int] = {}
-    for field in ("hidden_size", "num_hidden_layers", "vocab_size"):
-        if field not in text:
-            raise InputError(f"{where}: no field {field!r} for the language model, is this a verifier's config?")
-        if type(text[field]) is not int or text[field] < 1:
-            raise InputError(f"{where}: {field} is {text[field]!r} instead of a whole number above 0")
-        numbers[field] = text[field]
-    eos = text.get("eos_token_id", config.get("eos_token_id"))
+    text = TextFields.of(config, where)
+    eos = text.get("eos_token_id")
     return Shape(
-        model_type=str(config.get("model_type", text.get("model_type", "unknown"))),
-        hidden_size=numbers["hidden_size"],
-        num_layers=numbers["num_hidden_layers"],
-        vocab_size=numbers["vocab_size"],
+        model_type=str(config.get("model_type", text.model_type)),
+        hidden_size=text.needed("hidden_size"),
+        num_layers=text.needed("num_hidden_layers"),
+        vocab_size=text.needed("vocab_size"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (int(eos),)),
+        text=text,
     )
 
 

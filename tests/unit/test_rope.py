@@ -15,7 +15,7 @@ from slipstream.config import RopeScaling
 from slipstream.errors import InputError
 
 # published values: deepseek-ai/DeepSeek-V3, moonshotai/Kimi-K2.5, meta-llama/Llama-3.1-8B, openai/gpt-oss-120b,
-# meta-llama/Llama-4-Scout-17B-16E, google/gemma-3-4b-it
+# meta-llama/Llama-4-Scout-17B-16E-Instruct, google/gemma-3-4b-it
 DEEPSEEK = {
     "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096, "type": "yarn",
