@@ -147,6 +147,12 @@ def load_shape(config: VerifierConfig) -> Shape:
     return shape_of(_read_json(path), str(path))
 
 
+def architectures(folder: Path) -> list[str]:
+    """The classes that the verifier's config.json names; none without a file."""
+    path = folder / "config.json"
+    return list(_read_json(path).get("architectures") or []) if path.is_file() else []
+
+
 def published_shape(name: str) -> Shape:
     """The shape of a published verifier by its name under slipstream/verifiers/."""
     file = resources.files("slipstream") / "verifiers" / f"{name}.json"
