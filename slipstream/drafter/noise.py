@@ -48,7 +48,7 @@ class Noise:
 
 
 class WithEpoch(Sampler[list[tuple[int, int]]]):
-    """The batches of `sampler` with each index as (epoch, index); `source` is speculators' sampler, which has the epoch.
+    """The batches of `sampler` with each index as (epoch, index); the epoch is that of speculators' sampler, `source`.
 
     Data workers outlive an epoch, each with its own copy of the data set, and fetch ahead: the epoch reaches them with
     every index, or not at all.

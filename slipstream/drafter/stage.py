@@ -22,8 +22,9 @@ from slipstream import atomic, process, verifier
 from slipstream.artifact import Artifact, checksum, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
-from slipstream.drafter import checkpoints, failure
+from slipstream.drafter import checkpoints, failure, trackers
 from slipstream.drafter.job import Job
+from slipstream.drafter.refusals import require_usable
 from slipstream.drafter.shape import resolve
 from slipstream.errors import StageFailed, TransientError
 from slipstream.features import beside_training
@@ -86,6 +87,8 @@ def run(
             return done
         folder.reopen()
         require_complete(features.folder)
+        require_usable(config, features)
+        trackers.require(config.drafter.trackers)
         store = folder.path / CHECKPOINTS
         before = checkpoints.finished_epochs(store)
         if len(before) < config.drafter.epochs or not _initial_ready(config, store):
