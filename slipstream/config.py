@@ -506,6 +506,13 @@ class DrafterConfig(Stage):
             raise ValueError(f"published ({self.published}) and shape are two answers to one question: set one of them")
         return self
 
+    @model_validator(mode="after")
+    def _losses_weigh(self) -> Self:
+        weights = self.loss_weights.values()
+        if self.loss_weights and (min(weights) < 0 or not any(weights)):
+            raise ValueError(f"loss_weights must not be negative nor all 0, got {self.loss_weights}")
+        return self
+
 
 class AcceptanceConfig(Stage):
     """The measurement on a vLLM server: with the drafter, without it, on held-out prompts."""
