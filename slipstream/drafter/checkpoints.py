@@ -1,21 +1,60 @@
-"""Checkpoints of a training: one folder an epoch, whole or not there, in float32.
+"""Checkpoints of a training: folders that are whole or not there, in float32.
 
-`<checkpoints>/<epoch>/` holds what speculators writes (`model.safetensors`, `config.json`, optimizer and
-scheduler state, `training_state.json`) and `val_metrics.json`.  It is written as `.<epoch>.tmp`, synced and
-renamed, so a folder with a number is a finished epoch and a killed run continues after the newest one.
-speculators stores bfloat16; float32 here lets a resumed run continue as the undisturbed one.
+<checkpoints>/
+  <epoch>/              a finished epoch (0-based): speculators form, optimizer state, validation figures
+  <epoch>-step-<n>/     inside an epoch, after n of its steps: trained tensors and optimizer state only
+  initial/              the drafter before training, when it is wanted
+  <name>.damaged/       was one of these and is no longer what its record says
+
+A checkpoint is written as `.<name>.tmp`, synced and renamed; nothing finished is overwritten.  `record.json` holds size
+and checksum of each of its files, so that a file which a power loss cut after the rename is noticed.  A finished epoch
+whose large files were dropped (`prune`) has an empty `pruned` instead: it still counts as finished, its figures stay.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream import atomic
+from slipstream.artifact import FileRecord, checksum, file_record
 
 INITIAL = "initial"
+RECORD, STATE, PRUNED, DAMAGED = "record.json", "training_state.json", "pruned", ".damaged"
+METRICS = "val_metrics.json"
+REPLAY = "replay.json"
+NAME = re.compile(r"(?P<epoch>\d+)(-step-(?P<step>\d+))?")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """What is done: all epochs before `epoch` (0-based), and `step` steps of it."""
+
+    epoch: int = 0
+    step: int = 0
+
+    @property
+    def name(self) -> str:
+        """The folder of a checkpoint here: of the epoch that just ended, or inside one."""
+        return f"{self.epoch}-step-{self.step}" if self.step else str(self.epoch - 1)
+
+    @staticmethod
+    def of(name: str) -> Position | None:
+        """The position that a folder's name means, None for other names."""
+        found = NAME.fullmatch(name)
+        if found is None:
+            return None
+        epoch, step = int(found["epoch"]), found["step"]
+        return Position(epoch, int(step)) if step else Position(epoch + 1)
 
 
 def temporary_name(name: str) -> str:
@@ -37,23 +76,112 @@ def publish(folder: Path, name: str) -> Path:
     return target
 
 
+def seal(folder: Path, known: Mapping[str, FileRecord]) -> None:
+    """Writes the record of a checkpoint's files; those not `known` are read."""
+    names = sorted(path.name for path in folder.iterdir())
+    files = {name: known.get(name) or file_record(folder / name) for name in names}
+    (folder / RECORD).write_text(json.dumps({name: record.model_dump() for name, record in files.items()}, indent=2))
+
+
+def records(folder: Path) -> dict[str, FileRecord]:
+    """What a checkpoint's files should be; empty without a record that can be read."""
+    try:
+        found = json.loads((folder / RECORD).read_bytes())
+        return {name: FileRecord.model_validate(record) for name, record in found.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def damage(folder: Path, deep: bool = False) -> str | None:
+    """What is wrong with a checkpoint's files, None if nothing: their sizes, with `deep` also their checksums."""
+    if (folder / PRUNED).exists():
+        return None
+    files = records(folder)
+    if not files:
+        return f"{folder / RECORD} is missing or unreadable"
+    for name, record in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != record.size:
+            return f"{path} has {size} bytes instead of {record.size}"
+        if deep and checksum(path) != record.checksum:
+            return f"{path} has another checksum than when it was written"
+    return None
+
+
 def sweep(folder: Path) -> None:
     """Removes what a killed writer left."""
     for path in folder.glob(f".*{atomic.SUFFIX}"):
         shutil.rmtree(path, ignore_errors=True)
 
 
+def _positions(folder: Path) -> Iterator[tuple[Position, Path]]:
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if (position := Position.of(path.name)) is not None and path.is_dir() and not path.is_symlink():
+                yield position, path
+
+
 def finished_epochs(folder: Path) -> list[int]:
-    """The epochs (0-based) whose checkpoints are complete, ascending."""
-    if not folder.is_dir():
-        return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.is_dir() and path.name.isdigit())
+    """The epochs (0-based) whose checkpoints are complete (or were, and are pruned), ascending."""
+    return sorted(at.epoch - 1 for at, path in _positions(folder) if not at.step and damage(path) is None)
+
+
+def newest(folder: Path) -> Path | None:
+    """The complete checkpoint with the most steps, from which training continues; None to begin anew.
+
+    Damaged ones are named in a warning and set aside.
+    """
+    for _, path in sorted(_positions(folder), reverse=True):
+        if (path / PRUNED).exists():
+            continue
+        complaint = damage(path, deep=True)
+        if complaint is None:
+            return path
+        aside = path.with_name(path.name + DAMAGED)
+        log.warning("%s: this checkpoint is not used; training continues from the one before it", complaint)
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(path, aside)
+        atomic.fsync_folder(folder)
+    return None
+
+
+def state(folder: Path) -> dict[str, Any]:
+    """A checkpoint's `training_state.json`."""
+    found: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+    return found
+
+
+def settle(folder: Path, position: Position) -> None:
+    """Drops what a checkpoint here makes useless: those inside epochs before it, damaged ones that it replaces."""
+    for path in folder.iterdir():
+        at = Position.of(path.name.removesuffix(DAMAGED))
+        if at is not None and at <= position and (path.name.endswith(DAMAGED) or (at.step and at < position)):
+            shutil.rmtree(path)
+
+
+def prune(folder: Path, epoch: int) -> None:
+    """Drops the tensors of a finished epoch; its figures and the fact that it is finished stay."""
+    path = folder / str(epoch)
+    (path / PRUNED).touch()
+    atomic.fsync_folder(path)  # from here on nobody takes the missing files for damage
+    for file in path.glob("*.safetensors"):
+        file.unlink()
 
 
 def validation_metrics(folder: Path, epoch: int) -> dict[str, float]:
     """speculators' validation metrics of a finished epoch."""
-    metrics: dict[str, float] = json.loads((folder / str(epoch) / "val_metrics.json").read_text())
+    metrics: dict[str, float] = json.loads((folder / str(epoch) / METRICS).read_text())
     return metrics
+
+
+def accepted_length(folder: Path, epoch: int) -> float:
+    """The figure that names the best epoch: tokens a verifier step yields on validation rows."""
+    replay = folder / str(epoch) / REPLAY
+    if replay.exists():
+        return float(json.loads(replay.read_bytes())["accepted_length"])
+    return expected_accepted_length(validation_metrics(folder, epoch))
 
 
 def expected_accepted_length(metrics: dict[str, float]) -> float:

@@ -33,7 +33,7 @@ def export_epoch(folder: Path, name: str, dtype: Dtype, embeddings: bool = True)
     Raises Damaged when a tensor or a map of the checkpoint cannot be exported.
     """
     checkpoint, target = folder / CHECKPOINTS / name, folder / EPOCHS / name
-    if checkpoint.is_dir():
+    if (checkpoint / WEIGHTS).exists():  # not pruned
         record = _record(checkpoint, dtype, embeddings)
         if not _whole(target) or json.loads((target / RECORD).read_bytes()) != record:
             _make(checkpoint, target, record, dtype, embeddings)

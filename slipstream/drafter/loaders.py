@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from speculators.train.dataloader import _worker_init_fn
 from torch.utils.data import DataLoader, Dataset
 
+from slipstream.drafter.batch_order import BatchOrder
+from slipstream.drafter.interruption import outlive_first_request
 from slipstream.drafter.job import Job
 from slipstream.drafter.noise import Noise, WithEpoch
 from slipstream.errors import Damaged
@@ -62,13 +65,29 @@ def _announcer(rows: Rows, transfer: Transfer, num_workers: int) -> Callable[[in
     return None  # data workers ask for themselves, a batch at a time each
 
 
-def _rebuilt(loader: Any, transfer: Transfer, job: Job, noise: Noise | None) -> DataLoader[Any]:
+class Loader(DataLoader[Any]):
+    """A loader whose epochs can begin at any batch of their `order`."""
+
+    def __init__(self, rows: Rows, order: BatchOrder, **settings: Any) -> None:
+        super().__init__(rows, **settings)
+        self.order = order
+
+
+def _begin_worker(worker_id: int) -> None:
+    """speculators' own settings of a data worker, and ours for a SIGTERM."""
+    _worker_init_fn(worker_id)
+    outlive_first_request()
+
+
+def _rebuilt(loader: Any, transfer: Transfer, job: Job, noise: Noise | None) -> Loader:
     """`loader` (not yet started) with the same settings over checked rows, its files read ahead."""
     rows = Rows(loader.dataset, transfer, job.features, noise)
+    order = BatchOrder(loader.batch_sampler)
     announce = _announcer(rows, transfer, loader.num_workers)
-    sampler = ReadAhead(loader.batch_sampler, job.read_ahead, announce) if announce else loader.batch_sampler
-    return DataLoader(
+    sampler = ReadAhead(order, job.read_ahead, announce) if announce else order
+    return Loader(
         rows,
+        order,
         batch_sampler=WithEpoch(sampler, loader.batch_sampler) if noise else sampler,
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor,
@@ -76,7 +95,7 @@ def _rebuilt(loader: Any, transfer: Transfer, job: Job, noise: Noise | None) -> 
         collate_fn=loader.collate_fn,
         persistent_workers=loader.persistent_workers,
         multiprocessing_context=loader.multiprocessing_context,
-        worker_init_fn=loader.worker_init_fn,
+        worker_init_fn=_begin_worker if loader.num_workers else None,
     )
 
 
@@ -87,7 +106,7 @@ def transfer_of(job: Job, dtype: torch.dtype) -> Transfer:
     return StoreTransfer(Path(job.features), job.checked_reads, dtype)
 
 
-def loaders(job: Job, target_layers: int, dtype: torch.dtype) -> tuple[DataLoader[Any], DataLoader[Any]]:
+def loaders(job: Job, target_layers: int, dtype: torch.dtype) -> tuple[Loader, Loader]:
     """The loaders of training and validation rows: packed to `drafter.sequence_length` tokens, states in `dtype`.
 
     `drafter.noise` is for training rows alone.

@@ -1,7 +1,7 @@
 """The drafter stage: training in a child process, every epoch exported, the best one named.
 
 drafter/<key>/
-  checkpoints/<epoch>/   what training resumes from (speculators form, float32, optimizer state)
+  checkpoints/           what training resumes from, see `checkpoints`
   epochs/<epoch>/        what servers load: `flat/` (vLLM, SGLang) and `speculators/` (vLLM), see `export`
   best                   link to the epoch with the longest expected accepted length on validation rows
   metrics.jsonl, train.log, job.json
@@ -9,7 +9,6 @@ drafter/<key>/
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -22,7 +21,7 @@ from slipstream import atomic, process, verifier
 from slipstream.artifact import Artifact, checksum, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
-from slipstream.drafter import checkpoints, failure, trackers
+from slipstream.drafter import checkpoints, failure, metrics_file, trackers
 from slipstream.drafter.job import Job
 from slipstream.drafter.refusals import require_usable
 from slipstream.drafter.shape import resolve
@@ -104,16 +103,13 @@ def run(
         checkpoints.sweep(folder.path / EPOCHS)
         for epoch_name in names:
             export_epoch(folder.path, epoch_name, config)
-        lengths = {
-            epoch: checkpoints.expected_accepted_length(checkpoints.validation_metrics(store, epoch))
-            for epoch in epochs
-        }
+        lengths = {epoch: checkpoints.accepted_length(store, epoch) for epoch in epochs}
         best = str(max(lengths, key=lambda epoch: lengths[epoch])) if lengths else checkpoints.INITIAL
         _point(folder.path / BEST, Path(EPOCHS) / best)
         exported = [path for exported_name in names for path in (folder.path / EPOCHS / exported_name).rglob("*")]
         files = [str(path.relative_to(folder.path)) for path in sorted(exported) if path.is_file()]
         files += [str(p.relative_to(folder.path)) for p in sorted(store.glob("*/*")) if p.is_file()]
-        files += ["job.json"] + (["metrics.jsonl"] if (folder.path / "metrics.jsonl").exists() else [])
+        files += ["job.json"] + ([metrics_file.FILE] if (folder.path / metrics_file.FILE).exists() else [])
         served = {
             epoch_name: [checksum(served_folder(folder.path, epoch_name) / file) for file in (CONFIG, WEIGHTS)]
             for epoch_name in names
@@ -180,7 +176,7 @@ def _job(
         features=features.path,
         vocabulary=vocabulary.path,
         checkpoints=str(folder / CHECKPOINTS),
-        metrics=str(folder / "metrics.jsonl"),
+        metrics=str(folder / metrics_file.FILE),
         layer_ids=config.features.layer_ids,
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
@@ -230,7 +226,7 @@ class _Follower:
     """Turns the worker's metrics file into progress."""
 
     def __init__(self, folder: Path, epochs: int, report: Report) -> None:
-        self._path, self._epochs, self._report = folder / "metrics.jsonl", epochs, report
+        self._path, self._epochs, self._report = folder / metrics_file.FILE, epochs, report
         self._store = folder / CHECKPOINTS
         self._position = self._path.stat().st_size if self._path.exists() else 0
 
@@ -238,12 +234,14 @@ class _Follower:
         """Reports the newest training line, if there is one."""
         if not self._path.exists():
             return
+        if self._path.stat().st_size < self._position:
+            self._position = 0  # the training process cut what it trains again
         with self._path.open("rb") as file:
             file.seek(self._position)
             lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
         self._position += sum(map(len, lines))
         for line in reversed(lines):
-            row = _parse(line)
+            row = metrics_file.parse(line)
             if "train" in row:
                 figures = {"step": row["global_step"], "loss": _rounded(row["train"]["loss"]), "lr": row["lr"]}
                 if row.get("profile"):
@@ -255,18 +253,7 @@ class _Follower:
 
 def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
     """The metric lines of a drafter folder that are complete."""
-    path = folder / "metrics.jsonl"
-    if path.exists():
-        yield from (row for line in path.read_bytes().splitlines() if (row := _parse(line)))
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    """A line of metrics, empty when a kill cut it."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}
+    yield from metrics_file.read(folder / metrics_file.FILE)
 
 
 def _rounded(value: float | str) -> float | str:

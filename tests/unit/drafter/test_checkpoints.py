@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.drafter import checkpoints
+from slipstream.drafter.checkpoints import Position
 
 KILLED = """
 import os, signal, sys
@@ -24,9 +25,10 @@ checkpoints.publish(Path(sys.argv[1]), "1")
 
 
 def write(folder: Path, name: str, text: str = "x") -> Path:
-    """A checkpoint folder with one file."""
+    """A checkpoint folder with one file and its record."""
     (folder / name).mkdir(parents=True)
     (folder / name / "model.safetensors").write_text(text)
+    checkpoints.seal(folder / name, {})
     return folder / name
 
 
@@ -40,7 +42,7 @@ def test_expected_accepted_length(accuracies: list[float], length: float) -> Non
 
 
 def test_only_whole_folders_are_epochs(tmp_path: Path) -> None:
-    for name in ("0", "2", "10", ".3.tmp", "initial", "interrupted"):
+    for name in ("0", "2", "10", ".3.tmp", "initial", "interrupted", "11-step-4"):
         write(tmp_path, name)
     (tmp_path / "4").write_text("a file")
     (tmp_path / "best").symlink_to("2")
@@ -61,7 +63,8 @@ def test_publishing_replaces_an_older_folder(tmp_path: Path) -> None:
     (tmp_path / "1" / "extra").touch()
     write(tmp_path, checkpoints.temporary_name("1"), "new")
     checkpoints.publish(tmp_path, "1")
-    assert [(p.name, p.read_text()) for p in (tmp_path / "1").iterdir()] == [("model.safetensors", "new")]
+    assert sorted(path.name for path in (tmp_path / "1").iterdir()) == ["model.safetensors", "record.json"]
+    assert (tmp_path / "1" / "model.safetensors").read_text() == "new"
 
 
 def test_a_kill_before_the_rename_leaves_no_epoch(tmp_path: Path) -> None:
@@ -84,3 +87,90 @@ def test_validation_metrics(tmp_path: Path) -> None:
     write(tmp_path, "3")
     (tmp_path / "3" / "val_metrics.json").write_text(json.dumps({"loss_epoch": 1.5}))
     assert checkpoints.validation_metrics(tmp_path, 3) == {"loss_epoch": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [
+        ("0", Position(1)),
+        ("12", Position(13)),
+        ("3-step-150", Position(3, 150)),
+        ("initial", None),
+        ("3-step-150.damaged", None),
+        (".3.tmp", None),
+        ("best", None),
+    ],
+)
+def test_a_name_says_what_is_done(name: str, position: Position | None) -> None:
+    assert Position.of(name) == position
+    if position is not None:
+        assert position.name == name
+
+
+def test_training_continues_from_the_checkpoint_with_the_most_steps(tmp_path: Path) -> None:
+    assert checkpoints.newest(tmp_path) is None
+    for name in ("initial", "0", "1-step-30"):
+        write(tmp_path, name)
+    assert checkpoints.newest(tmp_path) == tmp_path / "1-step-30"
+    write(tmp_path, "1-step-200")
+    assert checkpoints.newest(tmp_path) == tmp_path / "1-step-200"
+    write(tmp_path, "1")
+    assert checkpoints.newest(tmp_path) == tmp_path / "1"
+
+
+@pytest.mark.parametrize("fault", ["cut", "gone", "changed", "no record", "half record"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
+    tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine that lost its power may keep a rename and lose the bytes before it."""
+    write(tmp_path, "0")
+    damaged = write(tmp_path, "1", "weights")
+    file = damaged / ("record.json" if "record" in fault else "model.safetensors")
+    if fault in ("gone", "no record"):
+        file.unlink()
+    elif fault == "changed":
+        file.write_text("w3ights")
+    else:
+        file.write_bytes(file.read_bytes()[:3])
+    assert checkpoints.newest(tmp_path) == tmp_path / "0"
+    assert str(file) in caplog.text
+    assert checkpoints.finished_epochs(tmp_path) == [0]
+    assert (tmp_path / "1.damaged").is_dir()
+    write(tmp_path, checkpoints.temporary_name("1"))
+    checkpoints.publish(tmp_path, "1")
+    checkpoints.settle(tmp_path, Position(2))
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+def test_a_cut_file_makes_an_epoch_unfinished_before_anybody_resumes(tmp_path: Path) -> None:
+    write(tmp_path, "0")
+    os.truncate(write(tmp_path, "1") / "model.safetensors", 0)
+    assert checkpoints.finished_epochs(tmp_path) == [0]
+
+
+def test_a_later_checkpoint_drops_those_inside_epochs_before_it(tmp_path: Path) -> None:
+    for name in ("0", "1-step-10", "1-step-20", "initial"):
+        write(tmp_path, name)
+    checkpoints.settle(tmp_path, Position(1, 20))
+    assert sorted(os.listdir(tmp_path)) == ["0", "1-step-20", "initial"]
+    write(tmp_path, "1")
+    checkpoints.settle(tmp_path, Position(2))
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "initial"]
+
+
+def test_a_pruned_epoch_stays_finished_with_its_figures_and_is_not_resumed_from(tmp_path: Path) -> None:
+    for epoch in ("0", "1"):
+        write(tmp_path, epoch)
+        (tmp_path / epoch / "val_metrics.json").write_text(json.dumps({"cond_acc_0_epoch": 0.5}))
+    checkpoints.prune(tmp_path, 1)
+    assert not (tmp_path / "1" / "model.safetensors").exists()
+    assert checkpoints.finished_epochs(tmp_path) == [0, 1]
+    assert checkpoints.accepted_length(tmp_path, 1) == 1.5
+    assert checkpoints.newest(tmp_path) == tmp_path / "0"
+
+
+def test_the_replay_names_the_best_epoch_where_there_is_one(tmp_path: Path) -> None:
+    write(tmp_path, "0")
+    (tmp_path / "0" / "val_metrics.json").write_text(json.dumps({"cond_acc_0_epoch": 0.5}))
+    (tmp_path / "0" / "replay.json").write_text(json.dumps({"accepted_length": 2.25}))
+    assert checkpoints.accepted_length(tmp_path, 0) == 2.25

@@ -1,6 +1,6 @@
 """speculators' own trainer on our stores as they are: the folder is its format.
 
-Its `main` needs three replacements to run without an accelerator (`slipstream.drafter.trainer.use_cpu`); nothing else
+Its `main` needs three replacements to run without an accelerator (`slipstream.drafter.ranks.use_cpu`); nothing else
 is changed: `speculators train`'s arguments go through its own parser.
 """
 
@@ -25,7 +25,7 @@ ROWS = rows_of(12)
 # speculators' CLI once for each list of arguments in argv[1], in one process
 TRAIN = """
 import json, sys
-from slipstream.drafter.trainer import use_cpu
+from slipstream.drafter.ranks import use_cpu
 use_cpu()
 import slipstream.features.backend
 from speculators.train.cli import main
