@@ -33,3 +33,14 @@ def png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=80, bbox_inches="tight")
     return buffer.getvalue()
+
+
+def small_png(figure: Any, colours: int = 64) -> bytes:
+    """The figure as a PNG file with a palette: a third of the bytes, for pages that are updated again and again."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(png(figure))) as picture:
+        reduced = picture.convert("RGB").quantize(colours, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    buffer = io.BytesIO()
+    reduced.save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()

@@ -1,14 +1,16 @@
-"""Task: training, with a link to every epoch's checkpoint."""
+"""Task: training, with its curves after every epoch and a link to every epoch's exports."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from prefect import task
-from prefect.artifacts import create_link_artifact
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
 
 from slipstream import serving
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
-from slipstream.drafter import stage
+from slipstream.drafter import page, stage
 from tasks.progress import reporting
 from tasks.stage import options, show, wait_logger
 
@@ -25,7 +27,8 @@ def train(config: RunConfig, features: Artifact, vocabulary: Artifact) -> Artifa
             config.verifier, config.servers, serving.generation_server(), log, cache
         )  # acceptance's baseline
     with reporting("drafter-progress", "Training") as report:
-        artifact = stage.run(config.root, config, features, vocabulary, report, wait_logger())
+        artifact = stage.run(config.root, config, features, vocabulary, report, wait_logger(), _show_epochs)
+    _show_epochs(artifact.folder)
     counts = artifact.manifest().counts
     for epoch, length in counts["expected_accepted_length"].items():
         best = " (best)" if epoch == counts["best_epoch"] else ""
@@ -36,3 +39,8 @@ def train(config: RunConfig, features: Artifact, vocabulary: Artifact) -> Artifa
             description=f"Expected accepted length on validation rows: {length}",
         )
     return show(artifact, "drafter", "Drafter")
+
+
+def _show_epochs(folder: Path) -> None:
+    """The artifact `drafter-training`: a table of the epochs so far, and the curves."""
+    create_markdown_artifact(page.markdown(folder), key="drafter-training", description=f"Training in {folder}")

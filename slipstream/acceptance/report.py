@@ -18,7 +18,7 @@ from slipstream.acceptance import plots
 from slipstream.acceptance import stage as acceptance_stage
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
-from slipstream.drafter import stage as drafter_stage
+from slipstream.drafter import curves, history
 from slipstream.traces import report as traces_report
 
 HEADLINE = (
@@ -115,7 +115,7 @@ def _pictures(report: Mapping[str, Any], stages: Mapping[str, Artifact], traces:
     drawn = {
         "Acceptance by draft position": plots.acceptance(report["acceptance"]),
         "Speed": plots.speed(report["acceptance"]),
-        "Training": plots.training(drafter_stage.read_metrics(stages["drafter"].folder)),
+        "Training": curves.draw(history.read(stages["drafter"].folder)),
     }
     pictures = {name: base64.b64encode(png).decode() for name, png in drawn.items() if png}
     if lengths := traces.pictures.get("Trace lengths"):

@@ -30,6 +30,10 @@ class BatchOrder(Sampler[list[int]]):
         """How many batches each of the first epochs has: packing follows the order, so they may differ."""
         return [len(self._sampler._generate_batches(epoch)) for epoch in range(epochs)]
 
+    def batch(self, epoch: int, step: int) -> list[int]:
+        """The indices of one batch, counted from the epoch's first."""
+        return [int(index) for index in self._sampler._generate_batches(epoch)[step]]
+
     def __len__(self) -> int:
         return len(self._sampler)
 

@@ -24,6 +24,7 @@ from slipstream.errors import StageFailed
 MEDIAN_OF = 100  # steps
 JUDGED_FROM = 20  # steps; before them a median says little
 FLOOR = 0.05  # a median below counts as this: 20 times a tiny loss is no explosion
+AT_ONCE = 50  # most steps looked at together
 NAMED_ROWS = 16
 ADVICE = "look at these rows or lower drafter.learning_rate"
 
@@ -48,7 +49,7 @@ class Guard:
     """
 
     def __init__(
-        self, factor: float, every: int, device: torch.device | str, rows: Callable[[int, int], Sequence[int]]
+        self, factor: float, every: int, device: torch.device | str | int, rows: Callable[[int, int], Sequence[int]]
     ) -> None:
         self._factor, self._rows = factor, rows
         self._seen = torch.zeros(2, every, dtype=torch.float32, device=device)

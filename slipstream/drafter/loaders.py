@@ -70,7 +70,11 @@ class Loader(DataLoader[Any]):
 
     def __init__(self, rows: Rows, order: BatchOrder, **settings: Any) -> None:
         super().__init__(rows, **settings)
-        self.order = order
+        self.rows, self.order = rows, order
+
+    def rows_of(self, epoch: int, step: int) -> list[int]:
+        """The store's rows in one batch of this rank."""
+        return [self.rows.row(index) for index in self.order.batch(epoch, step)]
 
 
 def _begin_worker(worker_id: int) -> None:

@@ -21,7 +21,8 @@ from slipstream import atomic, process, verifier
 from slipstream.artifact import Artifact, checksum, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
-from slipstream.drafter import checkpoints, failure, metrics_file, trackers
+from slipstream.drafter import checkpoints, curves, failure, metrics_file, trackers
+from slipstream.drafter.follower import Watch
 from slipstream.drafter.job import Job
 from slipstream.drafter.refusals import require_usable
 from slipstream.drafter.shape import resolve
@@ -31,7 +32,7 @@ from slipstream.features.complete import require_complete
 from slipstream.features.lease import Lease
 from slipstream.features.recipe import final_state_of, form
 from slipstream.features.stream import Streaming, StreamServer
-from slipstream.progress import Progress, Report
+from slipstream.progress import Report
 
 STAGE, VERSION = "drafter", 2
 EPOCHS, CHECKPOINTS, BEST, FLAT = "epochs", "checkpoints", "best", "flat"
@@ -72,9 +73,11 @@ def run(
     vocabulary: Artifact,
     report: Report,
     on_wait: Callable[[str], None] | None = None,
+    on_epoch: Callable[[Path], None] | None = None,
 ) -> Artifact:
     """Trains the epochs that are not finished, exports each, picks the best.
 
+    `on_epoch` is called with the drafter's folder after every epoch, its curves drawn, while training goes on.
     Raises Damaged when the feature store is incomplete or a sample is not as it was stored, before a step uses it;
     StageFailed when training ends early; TransientError when the training process was killed from outside or its
     stream of states broke off (what it finished stays finished); InputError when a stream has no GPU for its server.
@@ -93,7 +96,7 @@ def run(
         if len(before) < config.drafter.epochs or not _initial_ready(config, store):
             with _states(workdir, config) as leases:
                 job = _job(folder.path, config, features, vocabulary, leases)
-                _train(folder.path, job, config, report, leases or [])
+                _train(folder.path, job, config, Watch(folder.path, report, on_epoch), leases or [])
         epochs = checkpoints.finished_epochs(store)
         expected = list(range(config.drafter.epochs))
         if epochs != expected:
@@ -109,7 +112,7 @@ def run(
         exported = [path for exported_name in names for path in (folder.path / EPOCHS / exported_name).rglob("*")]
         files = [str(path.relative_to(folder.path)) for path in sorted(exported) if path.is_file()]
         files += [str(p.relative_to(folder.path)) for p in sorted(store.glob("*/*")) if p.is_file()]
-        files += ["job.json"] + ([metrics_file.FILE] if (folder.path / metrics_file.FILE).exists() else [])
+        files += ["job.json"] + [name for name in (metrics_file.FILE, curves.FILE) if (folder.path / name).exists()]
         served = {
             epoch_name: [checksum(served_folder(folder.path, epoch_name) / file) for file in (CONFIG, WEIGHTS)]
             for epoch_name in names
@@ -191,7 +194,7 @@ def _job(
     )
 
 
-def _train(folder: Path, job: Job, config: RunConfig, report: Report, leases: Sequence[Lease]) -> None:
+def _train(folder: Path, job: Job, config: RunConfig, watch: Watch, leases: Sequence[Lease]) -> None:
     path = folder / "job.json"
     atomic.write_bytes(path, job.model_dump_json(indent=2).encode())
     failure.take(folder)  # of an earlier attempt
@@ -205,13 +208,12 @@ def _train(folder: Path, job: Job, config: RunConfig, report: Report, leases: Se
         env["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads beside any other load: 4,400 tokens/s became 120
     child = process.start(line, folder / "train.log", env)
     try:
-        follow = _Follower(folder, config.drafter.epochs, report)
         while (status := child.returncode()) is None:
-            follow.poll()
+            watch.poll()
             if complaint := next(filter(None, (lease.complaint() for lease in leases)), None):
                 raise TransientError(f"{complaint}; run again: training continues after its last finished epoch")
             time.sleep(0.5)
-        follow.poll()
+        watch.poll()
     finally:
         child.stop()
     if status and (known := failure.take(folder)) is not None:
@@ -220,44 +222,6 @@ def _train(folder: Path, job: Job, config: RunConfig, report: Report, leases: Se
         raise TransientError(f"{child.log}: the training process was killed (status {status}): {child.complaint()}")
     if status:
         raise StageFailed(f"{child.log}: the training process failed with status {status}: {child.complaint()}")
-
-
-class _Follower:
-    """Turns the worker's metrics file into progress."""
-
-    def __init__(self, folder: Path, epochs: int, report: Report) -> None:
-        self._path, self._epochs, self._report = folder / metrics_file.FILE, epochs, report
-        self._store = folder / CHECKPOINTS
-        self._position = self._path.stat().st_size if self._path.exists() else 0
-
-    def poll(self) -> None:
-        """Reports the newest training line, if there is one."""
-        if not self._path.exists():
-            return
-        if self._path.stat().st_size < self._position:
-            self._position = 0  # the training process cut what it trains again
-        with self._path.open("rb") as file:
-            file.seek(self._position)
-            lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
-        self._position += sum(map(len, lines))
-        for line in reversed(lines):
-            row = metrics_file.parse(line)
-            if "train" in row:
-                figures = {"step": row["global_step"], "loss": _rounded(row["train"]["loss"]), "lr": row["lr"]}
-                if row.get("profile"):
-                    figures["tokens/s"] = round(row["profile"]["tokens_per_s"])
-                done = len(checkpoints.finished_epochs(self._store))
-                self._report(Progress(done, self._epochs, "epochs", figures))
-                return
-
-
-def read_metrics(folder: Path) -> Iterator[dict[str, Any]]:
-    """The metric lines of a drafter folder that are complete."""
-    yield from metrics_file.read(folder / metrics_file.FILE)
-
-
-def _rounded(value: float | str) -> float | str:
-    return round(value, 4) if isinstance(value, float) else value
 
 
 def export_epoch(folder: Path, name: str, config: RunConfig) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class Tracker(logging.Handler):
         super().close()
 
 
-def install(names: list[str], folder: Path, run: str, settings: Mapping[str, Any]) -> None:
+def install(names: Sequence[str], folder: Path, run: str, settings: Mapping[str, Any]) -> None:
     """Gives speculators' metric logger these trackers alone; their files go below `folder`, their run is called `run`.
 
     To be called before other handlers are added: speculators' set-up closes all that exist.
@@ -76,7 +76,7 @@ def install(names: list[str], folder: Path, run: str, settings: Mapping[str, Any
         return
     from speculators.train.logger import setup_metric_logger
 
-    setup_metric_logger(names, run, str(folder / FOLDER))
+    setup_metric_logger(list(names), run, str(folder / FOLDER))
     logger = logging.getLogger(LOGGER)
     handlers = list(logger.handlers)
     logger.handlers.clear()

@@ -11,6 +11,8 @@ the timer.  What is ours, and why:
   index.
 * an epoch is published when it is validated, as one folder (`checkpoints`).
 
+* guards (`guards`): what went wrong ends training before a checkpoint holds it.
+
 Places for more: `optimizer_of` (which optimizers), `to_device` (batches), `step` (whether and how weights change),
 `evaluate` (figures of an epoch, written into its checkpoint), `ended` (stop early).
 """
@@ -36,8 +38,9 @@ from speculators.train.trainer import Trainer
 from speculators.train.utils import normalize_counted_metrics
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.drafter import checkpoints, schedule, training_state
+from slipstream.drafter import checkpoints, guards, schedule, training_state
 from slipstream.drafter.checkpoints import Position
+from slipstream.drafter.guards import Guard
 from slipstream.drafter.interruption import Interrupted, Interruption, Watched
 from slipstream.drafter.loaders import Loader
 from slipstream.errors import StageFailed
@@ -50,12 +53,14 @@ class Course:
     """Where a training stands and how it is watched.
 
     `resume_from` is a complete checkpoint or None; `checkpoint_steps` are the steps between two checkpoints inside an
-    epoch, None for none; `before_publishing` is called before a checkpoint gets its name.
+    epoch, None for none; `before_publishing` is called before a checkpoint gets its name.  A loss above
+    `max_loss_factor` times the median of the last ones ends training.
     """
 
     resume_from: Path | None
     checkpoint_steps: int | None
     interruption: Interruption
+    max_loss_factor: float
     before_publishing: Callable[[], None] = lambda: None
 
 
@@ -73,6 +78,10 @@ class EpochTrainer(Trainer):
         super().__init__(model, config, train, val)
         self.device_type = device
         self.timer = speculators_trainer._StepTimer()
+        self.rows_of = train_loader.rows_of
+        # on a CPU looking costs nothing
+        every = 1 if device == "cpu" else min(config.log_freq, guards.AT_ONCE)
+        self.guard = Guard(course.max_loss_factor, every, self.local_rank, self.rows_of)
 
     # Where training begins
 
@@ -124,10 +133,13 @@ class EpochTrainer(Trainer):
     # An epoch
 
     def run_training(self) -> None:
-        """Trains what no checkpoint holds yet.
+        """Trains what no checkpoint holds yet; a line of metrics says how much that is in all.
 
         Raises Interrupted after a SIGTERM, the position saved; StageFailed when weights or figures are not finite.
         """
+        devices = dist.get_world_size() if self.is_distributed else 1
+        course = {"steps": sum(self.steps), "epochs": self.config.num_epochs, "devices": devices}
+        speculators_trainer.metric_logger.info({"training": course})
         try:
             while self.position.epoch < self.config.num_epochs and not self.ended():
                 epoch = self.position.epoch
@@ -157,6 +169,7 @@ class EpochTrainer(Trainer):
             self.position = Position(epoch, self.position.step + 1)
             if self._checkpoint_due():
                 self._publish_inside()
+        self.guard.check()
 
     def train_step(self, epoch: int, batch: dict[str, Any]) -> None:
         """Forward, backward, a change of the weights, and every `log_freq` steps a line of metrics."""
@@ -169,10 +182,14 @@ class EpochTrainer(Trainer):
         self._optimizers_zero_grad()
         loss.backward()
         self.timer.mark("pre_clip")
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.timer.mark("bwd")
         rates = {type(optimizer).__name__: optimizer.param_groups[0]["lr"] for optimizer in self.optimizers}
-        self.step(loss, metrics)
+        if guards.learns(batch["loss_mask"], inputs["loss_mask"]):
+            self.guard.see(epoch, self.position.step, self.global_step, loss, norm)
+            self.step(loss, metrics)
+        else:
+            self._skip(epoch)
         self._schedulers_step()
         self.timer.mark("opt")
         if self.timer.enabled:
@@ -189,6 +206,12 @@ class EpochTrainer(Trainer):
     def step(self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor]) -> None:
         """Changes the weights by the gradients of a step with this loss."""
         self._optimizers_step()
+
+    def _skip(self, epoch: int) -> None:
+        """Leaves the weights as they are, and a line of metrics that names the rows without a supervised token."""
+        self._optimizers_zero_grad()
+        line = {"skipped": {"rows": self.rows_of(epoch, self.position.step)}, "epoch": epoch}
+        speculators_trainer.metric_logger.info({**line, "global_step": self.global_step})
 
     def _log_step(
         self, epoch: int, inputs: Mapping[str, Any], metrics: dict[str, torch.Tensor], rates: dict[str, float]
@@ -231,6 +254,7 @@ class EpochTrainer(Trainer):
 
     def _publish(self, figures: dict[str, Any], whole: bool) -> None:
         """Makes the checkpoint of the position, all ranks together; those that it replaces go."""
+        self.guard.check()
         self._refuse_what_is_not_finite()
         folder, at = Path(self.config.save_path), self.position
         temporary = folder / checkpoints.temporary_name(at.name) if self.rank == 0 else None

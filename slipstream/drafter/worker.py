@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from slipstream.drafter import build, checkpoints, failure, loaders, losses, metrics_file, training_state
+from slipstream.drafter import build, checkpoints, failure, loaders, losses, metrics_file, trackers, training_state
 from slipstream.drafter.interruption import STATUS, Interrupted, Interruption
 from slipstream.drafter.job import Job
 from slipstream.errors import SlipstreamError, TransientError
@@ -81,8 +81,10 @@ def _trainer(job: Job, model: Any, device: str, resume_from: Path | None) -> Any
     )
     interruption = Interruption()
     interruption.install()
-    course = epochs.Course(resume_from, config.checkpoint_steps, interruption)
+    course = epochs.Course(resume_from, config.checkpoint_steps, interruption, config.max_loss_factor)
     if get_rank() == 0:
+        artifact = Path(job.metrics).parent
+        trackers.install(config.trackers, artifact, f"slipstream-{artifact.name[:12]}", config.model_dump(mode="json"))
         course = replace(course, before_publishing=_log_metrics(Path(job.metrics)).sync)
     return epochs.EpochTrainer(model, settings, train_loader, val_loader, device, course)
 

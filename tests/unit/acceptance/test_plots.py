@@ -29,15 +29,3 @@ def test_acceptance(figures: dict[str, Any]) -> None:
 def test_speed() -> None:
     figures = {"tokens_per_second": {"baseline": 10.0, "speculative": 15.0}, "speed_up": 1.5}
     assert plots.speed(figures).startswith(PNG)
-
-
-def test_training_needs_training_lines() -> None:
-    assert plots.training([]) is None
-    assert plots.training([{"val": {"loss_epoch": 1.0}}]) is None
-    rows: list[dict[str, Any]] = [
-        {"global_step": 1, "train": {"loss": 2.0, "full_acc_0": 0.1}},
-        {"val": {"loss_epoch": 1.5}},
-    ]
-    picture = plots.training(rows)
-    assert picture is not None
-    assert picture.startswith(PNG)

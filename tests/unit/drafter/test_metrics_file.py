@@ -11,7 +11,6 @@ import pytest
 
 from slipstream.drafter import metrics_file
 from slipstream.drafter.metrics_file import FILE, JsonLines, cut
-from slipstream.drafter.stage import read_metrics
 
 
 def log(folder: Path, *messages: Any) -> None:
@@ -48,21 +47,21 @@ def test_lines_are_strict_json_also_when_the_loss_is_not_a_number(tmp_path: Path
 def test_a_second_process_continues_the_file(tmp_path: Path) -> None:
     log(tmp_path, {"global_step": 1})
     log(tmp_path, {"global_step": 2})
-    assert [row["global_step"] for row in read_metrics(tmp_path)] == [1, 2]
+    assert [row["global_step"] for row in metrics_file.read(tmp_path / FILE)] == [1, 2]
 
 
 def test_a_line_that_a_kill_cut_is_skipped(tmp_path: Path) -> None:
     log(tmp_path, {"global_step": 1, "train": {"loss": 1.0}})
     text = (tmp_path / FILE).read_text()
     (tmp_path / FILE).write_text(text + '{"global_step": 2, "train": {"loss": 1.0}')
-    assert [row["global_step"] for row in read_metrics(tmp_path)] == [1]
-    assert list(read_metrics(tmp_path / "nowhere")) == []
+    assert [row["global_step"] for row in metrics_file.read(tmp_path / FILE)] == [1]
+    assert list(metrics_file.read(tmp_path / "nowhere")) == []
 
 
 def test_a_resumed_process_is_read_after_a_cut_line(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"global_step": 1}\n{"global_step": 2, "train": {"lo')
     log(tmp_path, {"global_step": 2}, {"global_step": 3})
-    assert [row["global_step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    assert [row["global_step"] for row in metrics_file.read(tmp_path / FILE)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from stub_server import Capture, StubServer
 from slipstream import process, vocabulary
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
-from slipstream.drafter import stage
+from slipstream.drafter import metrics_file, stage
 from slipstream.drafter.job import Job
 from slipstream.drafter.loaders import loaders
 from slipstream.errors import Damaged, InputError, ServerError, StageFailed, TransientError
@@ -244,7 +244,8 @@ def test_a_damaged_sample_stops_training_before_a_step_in_its_own_words(run: Run
     assert made.manifest().files["hidden_states/hs_5.safetensors"].checksum in said
     assert f"slipstream verify --deep {made.path}" in said
     assert "\n" not in said
-    assert list(stage.read_metrics(next(run.root.glob("drafter/*")))) == []
+    lines = list(metrics_file.read(next(run.root.glob("drafter/*")) / metrics_file.FILE))
+    assert [set(line) for line in lines] == [{"time", "training"}]
 
 
 def interpreter(folder: Path) -> Path:
@@ -258,7 +259,7 @@ def interpreter(folder: Path) -> Path:
 
 def losses(made: Artifact) -> list[float]:
     """Of every training step."""
-    return [row["train"]["loss"] for row in stage.read_metrics(made.folder) if "train" in row]
+    return [row["train"]["loss"] for row in metrics_file.read(made.folder / metrics_file.FILE) if "train" in row]
 
 
 def test_the_drafter_of_a_stream_is_the_drafter_of_the_store(run: Runner, tmp_path: Path) -> None:
