@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prefect import task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.logging import get_run_logger
 
 from slipstream import serving
 from slipstream.artifact import Artifact
@@ -42,5 +43,11 @@ def train(config: RunConfig, features: Artifact, vocabulary: Artifact) -> Artifa
 
 
 def _show_epochs(folder: Path) -> None:
-    """The artifact `drafter-training`: a table of the epochs so far, and the curves."""
-    create_markdown_artifact(page.markdown(folder), key="drafter-training", description=f"Training in {folder}")
+    """The artifact `drafter-training`: a table of the epochs so far, and the curves.
+
+    A server that does not take it ends no training.
+    """
+    try:
+        create_markdown_artifact(page.markdown(folder), key="drafter-training", description=f"Training in {folder}")
+    except Exception as error:
+        get_run_logger().warning("drafter-training could not be shown: %s", error)

@@ -20,7 +20,7 @@ class Follower:
     def __init__(self, path: Path, report: Report) -> None:
         self._path, self._report = path, report
         self._position = path.stat().st_size if path.exists() else 0
-        self._steps, self._devices = 0, 1
+        self._steps, self._devices, self._skipped = 0, 1, 0
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=LINES)
         self._validation: dict[str, str] = {}
 
@@ -36,6 +36,8 @@ class Follower:
                     self._recent.clear()  # validation lies between them
                 self._recent.append(line)
                 news = True
+            elif "skipped" in line:
+                self._skipped += 1
             elif "val" in line:
                 self._validation = _validation(line)
                 news = True
@@ -66,6 +68,8 @@ class Follower:
         if speed is not None:
             shown["tokens/s"] = f"{speed:,.0f}"
         shown |= self._validation
+        if self._skipped:
+            shown["without a supervised token"] = self._skipped
         if wrong := not_finite(figures):
             shown["NOT FINITE"] = " ".join(wrong)
         known = {name: value for name, value in shown.items() if value != ""}

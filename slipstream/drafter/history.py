@@ -1,8 +1,12 @@
 """What a training has shown so far, from the lines of its metrics file and the replays of its epochs.
 
-A line is what speculators logs (`train` or `val` figures, `epoch`, `global_step`, `lr`, `profile`), or one that begins
-a process: `{"training": {"steps": …, "epochs": …, "devices": …}}`, its steps those of all epochs.  Figures that are not
-finite stand there as text, for JSON has no word for them; here they are floats again.
+A line is one of
+
+* what speculators logs: `train` or `val` figures, `epoch`, `global_step`, `lr`, `profile`;
+* the beginning of a process, its steps those of all epochs: `{"training": {"steps": 1, "epochs": 1, "devices": 1}}`;
+* a step without a supervised token: `{"skipped": {"rows": [3]}, "epoch": 0, "global_step": 7}`.
+
+Figures that are not finite stand there as text, for JSON has no word for them; here they are floats again.
 """
 
 from __future__ import annotations
@@ -51,10 +55,11 @@ class Epoch:
 
 @dataclass(frozen=True)
 class History:
-    """A training's logged steps and finished epochs, ascending."""
+    """A training's logged steps and finished epochs, ascending; `skipped` steps had no supervised token."""
 
     steps: Sequence[Step] = ()
     epochs: Sequence[Epoch] = ()
+    skipped: int = 0
 
     @property
     def best(self) -> int | None:
@@ -69,7 +74,7 @@ def of(lines: Iterable[Line], replays: Mapping[int, Mapping[str, Any]]) -> Histo
     steps: dict[int, Step] = {}
     epochs: dict[int, Epoch] = {}
     begun: list[int] = []  # steps at which a process began to log
-    devices, resumed = 1, True
+    devices, resumed, skipped = 1, True, 0
     for line in lines:
         if "training" in line:
             devices, resumed = int(line["training"]["devices"]), True
@@ -81,11 +86,13 @@ def of(lines: Iterable[Line], replays: Mapping[int, Mapping[str, Any]]) -> Histo
             trained.setdefault(epoch, {})[step] = line
             figures = line["train"]
             steps[step] = Step(step, epoch, number(figures["loss"]), accuracies(figures))
+        elif "skipped" in line:
+            skipped += 1
         elif "val" in line:
             epoch = int(line["epoch"])
             of_epoch = list(trained.get(epoch, {}).values())
             epochs[epoch] = _epoch(epoch, line["val"], of_epoch, begun, devices, replays.get(epoch) or {})
-    return History([steps[step] for step in sorted(steps)], [epochs[epoch] for epoch in sorted(epochs)])
+    return History([steps[step] for step in sorted(steps)], [epochs[epoch] for epoch in sorted(epochs)], skipped)
 
 
 def read(folder: Path) -> History:

@@ -32,6 +32,10 @@ def markdown(folder: Path) -> str:
         blocks.append("\n".join([_cells(COLUMNS), _cells(["---", *["---:"] * (len(COLUMNS) - 1)]), *rows]))
     else:
         blocks.append("No epoch is finished yet.")
+    if seen.skipped:
+        blocks.append(
+            f"{seen.skipped:,} steps had no supervised token and changed nothing (`skipped` in the metrics file)."
+        )
     if picture := curves.draw(seen):
         blocks.append(f"![Loss, accuracy and acceptance](data:image/png;base64,{base64.b64encode(picture).decode()})")
     return "\n\n".join(blocks) + "\n"

@@ -57,6 +57,14 @@ def test_progress_is_in_steps_with_the_figures_that_matter(tmp_path: Path) -> No
     assert seen.after() is None
 
 
+def test_skipped_steps_are_counted(tmp_path: Path) -> None:
+    seen = Seen(tmp_path / "metrics.jsonl")
+    line = {"skipped": {"rows": [3]}, "epoch": 0, "global_step": 1}
+    report = seen.after(begun(), trained(0, 0, 1.0), line, line | {"global_step": 2}, trained(3, 0, 2.0))
+    assert report is not None
+    assert report.figures["without a supervised token"] == 2
+
+
 def test_a_line_counts_when_it_is_whole(tmp_path: Path) -> None:
     seen = Seen(tmp_path / "metrics.jsonl")
     seen.append(begun())

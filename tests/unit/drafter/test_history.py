@@ -107,6 +107,11 @@ def test_figures_that_are_not_finite_are_text_and_flagged(tmp_path: Path) -> Non
     assert "**Not finite:** loss_epoch of epoch 0, full_acc_0_epoch of epoch 0." in text
 
 
+def test_skipped_steps_are_told(tmp_path: Path) -> None:
+    line = {"skipped": {"rows": [3]}, "epoch": 0, "global_step": 1}
+    assert "1 steps had no supervised token" in page.markdown(folder_of(tmp_path, [*LINES, line], {}))
+
+
 def test_a_page_before_the_first_line_and_the_first_epoch(tmp_path: Path) -> None:
     assert "No epoch is finished yet" in page.markdown(tmp_path)
     assert "base64" not in page.markdown(tmp_path)

@@ -72,10 +72,10 @@ def test_bfloat16_states_are_rounded_once() -> None:
 Rows = dict[bytes, torch.Tensor]
 
 
-def rows_of_pass(loader: Any, epoch: int) -> Rows:
-    """The auxiliary states [tokens, values] of every row of an epoch, by the bytes of its last state."""
+def rows_of_pass(loader: Any, epoch: int, first: int = 0) -> Rows:
+    """The auxiliary states [tokens, values] of an epoch's rows from a batch on, by the bytes of its last state."""
     found: Rows = {}
-    loader.batch_sampler.set_epoch(epoch)
+    loader.order.start(epoch, first)
     for batch in loader:
         documents = batch["document_ids"][0]
         for number in range(int(documents.max()) + 1):
@@ -115,6 +115,10 @@ def test_workers_packing_and_a_resumed_run_see_the_same_bits_and_validation_none
     assert_same(rows_of_pass(processes, 0), first)
     assert_same(rows_of_pass(processes, 1), second)  # workers live on, with copies made in epoch 0
     assert_same(rows_of_pass(training(WIDTH)[0], 1), second)  # a process that begins with epoch 1
-    assert_same(rows_of_pass(training(WIDTH, sequence_length=16)[0], 1), second)
+    packed, _ = training(WIDTH, sequence_length=16)
+    assert_same(rows_of_pass(packed, 1), second)
+    rest = rows_of_pass(packed, 1, first=2)  # a process that begins inside epoch 1
+    assert 0 < len(rest) < len(second)
+    assert_same(rest, {key: second[key] for key in rest})
     assert first.keys() == rows_of_pass(training(WIDTH, seed=6)[0], 0).keys()
     assert not any(torch.equal(other, first[key]) for key, other in rows_of_pass(training(WIDTH, seed=6)[0], 0).items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import sys
 import time
@@ -196,14 +197,16 @@ def trained(run: Runner, made: Artifact, config: RunConfig) -> Artifact:
 
 
 def test_missing_files_fail_in_seconds_by_name_and_nothing_starts(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Field report 47: no request to anybody, no step."""
+    """Field report 47: no request to anybody (there is no network), no step."""
     made = run(ROWS)
     for row in (2, 7):
         (made.folder / "hidden_states" / f"hs_{row}.safetensors").unlink()
     monkeypatch.setattr(process, "start", lambda *_: pytest.fail("something was started"))
-    began, asked = time.monotonic(), len(run.asked())
+    began, asked, config = time.monotonic(), len(run.asked()), run.make(drafter=DRAFTER)
+    words = vocabulary.run(run.root, config, run.traces(ROWS))
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("somebody was asked"))
     with pytest.raises(Damaged, match=r"2 of its files .*hs_2.safetensors \(missing\), .*hs_7.safetensors \(missing\)"):
-        trained(run, made, run.make(drafter=DRAFTER))
+        stage.run(run.root, config, made, words, silent)
     assert time.monotonic() - began < 5
     assert len(run.asked()) == asked
     assert not list(run.root.glob("drafter/*/metrics.jsonl"))
