@@ -13,9 +13,8 @@ import torch
 
 from slipstream import vocabulary
 from slipstream.config import DraftShape
+from slipstream.drafter import verifier_parts
 from slipstream.drafter.job import Job
-from slipstream.features.recipe import POST_NORM
-from slipstream.features.verifier_head import norm_eps
 from slipstream.verifier import architectures
 
 if TYPE_CHECKING:
@@ -93,29 +92,7 @@ def build(job: Job, device: str) -> Any:
     # flex attention has no backward pass on a CPU
     model = empty(job, len(d2t), "sdpa" if device == "cpu" else "simple_flex_attention").float()
     model.load_vocab_mappings(t2d, d2t)
-    model.load_verifier_weights()
-    model.lm_head.weight.requires_grad_(job.drafter.train_lm_head)
-    _set_verifier_norm(model, job)
+    verifier_parts.load(model, Path(job.verifier), job.final_state)
     if job.drafter.init_from:
         warm_start.apply(model, Path(job.drafter.init_from))
     return model
-
-
-class AlreadyNormed(torch.nn.Module):
-    """Stands for the verifier's final norm where states have passed it; keeps the weight that speculators loads."""
-
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.weight = norm.weight
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """The states as they are."""
-        return states
-
-
-def _set_verifier_norm(model: Any, job: Job) -> None:
-    """The final norm exactly once, with the verifier's epsilon (speculators takes the drafter's)."""
-    if job.final_state == POST_NORM:
-        model.verifier_norm = AlreadyNormed(model.verifier_norm)
-    elif (eps := norm_eps(Path(job.verifier))) is not None:
-        model.verifier_norm.variance_epsilon = eps

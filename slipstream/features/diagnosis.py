@@ -21,7 +21,7 @@ from slipstream.features.distance import affinity, relative, relative_rows
 from slipstream.features.last_state import Agreement
 from slipstream.features.recipe import POST_NORM
 from slipstream.features.tolerance import Tolerance
-from slipstream.features.verifier_head import Head
+from slipstream.verifier_ends import Head
 
 FEW = 0.5  # share of tokens below which a difference is said of tokens, not of the whole sample
 

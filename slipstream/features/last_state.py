@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.features.tolerance import MIN_AGREEMENT, Tolerance
-from slipstream.features.verifier_head import Head
+from slipstream.verifier_ends import Head
 
 POSITIONS = 256  # of one sample, evenly spaced: 0.6 TFLOP at a head of 163,840 x 7,168
 

@@ -33,7 +33,7 @@ from slipstream.features.recapture import recapture
 from slipstream.features.rows import Row
 from slipstream.features.sample import BadSample, states_of
 from slipstream.features.tolerance import TOLERANCES, Tolerance
-from slipstream.features.verifier_head import Head, Unreadable, read_head
+from slipstream.verifier_ends import Head, Unreadable, read_head
 
 FILE = "probe.json"
 TWINS = 64  # stored samples of the same length that are looked through for misplaced states

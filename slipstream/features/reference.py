@@ -37,7 +37,7 @@ from slipstream.features.lease import Lease
 from slipstream.features.recapture import Recapture, recapture
 from slipstream.features.sample import BadSample, Form
 from slipstream.features.tolerance import TOLERANCES, Tolerance
-from slipstream.features.verifier_head import Head, Unreadable, read_embedding, read_head
+from slipstream.verifier_ends import Head, Unreadable, read_embedding, read_head
 
 STAGE, VERSION = "feature-reference", 1
 SEQUENCES, LONGEST, CONTEXT = 3, 48, 64

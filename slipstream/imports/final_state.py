@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.features.verifier_head import Head
+from slipstream.verifier_ends import Head
 
 BEFORE, AFTER = "before", "after"
 MARK = 0.02  # distance of the root mean square from 1; bfloat16 rounds values to 0.4 %, a token's mean far less

@@ -14,8 +14,8 @@ import torch
 
 from slipstream.errors import InputError
 from slipstream.features.distance import relative_rows
-from slipstream.features.verifier_head import Head
 from slipstream.imports.final_state import AFTER, BEFORE
+from slipstream.verifier_ends import Head
 
 NEAR = 0.05  # largest distance of the same state
 APART = 2.0  # the next nearest must be so many times as far

@@ -24,12 +24,12 @@ from slipstream.features.lease import Lease
 from slipstream.features.recapture import recapture
 from slipstream.features.recipe import POST_NORM, store_dtype
 from slipstream.features.sample import BadSample, Form
-from slipstream.features.verifier_head import Head, Unreadable, read_head
 from slipstream.imports import convention
 from slipstream.imports.final_state import AFTER, BEFORE, Seen, look
 from slipstream.imports.found import CONVENTIONS, Sample, Store
 from slipstream.imports.matched import Match, agreed, match
 from slipstream.imports.survey import Survey
+from slipstream.verifier_ends import Head, Unreadable, read_head
 
 SAMPLES = 3  # looked at; more show nothing new
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slipstream.artifact import Artifact, claim
 from slipstream.config import DrafterConfig, DraftShape, RunConfig, load_config
 from slipstream.drafter import build, stage
-from slipstream.drafter.export import export
+from slipstream.drafter.export import export_epoch
 from slipstream.drafter.job import Job
 from slipstream.errors import InputError
 from slipstream.features.diagnosis import Layers, Sample, store_fault
@@ -235,9 +235,8 @@ def test_27_the_exported_ids_reproduce_the_same_tensors(
     np.save(Path(wanted.vocabulary) / "t2d.npy", np.array([True, False, True, False]))
     np.save(Path(wanted.vocabulary) / "d2t.npy", np.array([0, 1]))
     model = build.build(wanted, "cpu")
-    model.save_pretrained(tmp_path / "checkpoint")
-    export(tmp_path / "checkpoint", tmp_path / "served", "float32")
-    exported = json.loads((tmp_path / "served" / "config.json").read_text())
+    model.save_pretrained(tmp_path / "checkpoints" / "0")
+    exported = json.loads((export_epoch(tmp_path, "0", "float32") / "flat" / "config.json").read_text())
     ids = exported["eagle_aux_hidden_state_layer_ids"]
     assert ids == exported["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
     assert torch.equal(served(toy, ids), served(toy, capture_ids([1, 3, 5], SIX))[:, :3])

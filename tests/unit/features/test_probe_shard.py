@@ -25,9 +25,9 @@ from slipstream.features.distance import relative
 from slipstream.features.lease import Lease
 from slipstream.features.shards import Shard
 from slipstream.features.tolerance import TOLERANCES
-from slipstream.features.verifier_head import read_head
 from slipstream.progress import silent
 from slipstream.serving import Endpoint
+from slipstream.verifier_ends import read_head
 
 IDS = [2, 3, 5, 6]
 ROWS = samples()[:6]

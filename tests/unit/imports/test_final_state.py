@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from slipstream.errors import InputError
-from slipstream.features.verifier_head import Head, read_head
 from slipstream.imports.final_state import AFTER, BEFORE, look
 from slipstream.imports.matched import agreed, match
+from slipstream.verifier_ends import Head, read_head
 from tests.unit.conftest import POCKET
 from tests.unit.imports.conftest import FINAL, WANTED, Made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 import torch
 from pocket_states import POCKET, pocket, samples
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GraniteConfig, LlamaConfig, models
 
-from slipstream.features import verifier_head
-from slipstream.features.verifier_head import Unreadable, norm_eps, read_embedding, read_head
+from slipstream.verifier_ends import matrix, read_embedding, read_head
+from slipstream.verifier_ends.head import ONE_PLUS
 
 SMALL: dict[str, Any] = {
     "vocab_size": 40,
@@ -46,11 +47,13 @@ def saved(folder: Path, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
         LlamaConfig(**SMALL, tie_word_embeddings=False),
         LlamaConfig(**SMALL, tie_word_embeddings=True),
         Gemma3TextConfig(**SMALL, tie_word_embeddings=True),  # multiplies by 1 + weight
+        Gemma2Config(**SMALL, final_logit_softcapping=0.5),  # logits here are about 0.6
+        GraniteConfig(**SMALL, logits_scaling=8.0, tie_word_embeddings=False),
     ],
-    ids=["llama", "tied", "gemma3"],
+    ids=["llama", "tied", "gemma3", "capped", "scaled"],
 )
 def test_the_head_is_transformers(tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifier_head, "BLOCK_ROWS", 7)  # a head is read in blocks
+    monkeypatch.setattr(matrix, "BLOCK_ROWS", 7)  # a head is read in blocks
     state, expected = saved(tmp_path, config)
     head = read_head(tmp_path)
     assert torch.allclose(head.log_probabilities(head.normed(state)), expected, atol=1e-5)
@@ -64,7 +67,7 @@ def test_the_nested_and_prefixed_folder_of_kimi() -> None:
     for position, row in enumerate(pocket().logprobs(tokens)):
         for token, value in (row or {}).items():
             assert float(ours[position - 1, token]) == pytest.approx(value, abs=1e-5)
-    assert norm_eps(POCKET) == json.loads((POCKET / "config.json").read_text())["text_config"]["rms_norm_eps"]
+    assert head.eps == json.loads((POCKET / "config.json").read_text())["text_config"]["rms_norm_eps"]
 
 
 def test_embedding_rows_are_id_0() -> None:
@@ -87,46 +90,20 @@ def test_prediction_layers_do_not_lend_their_norm(tmp_path: Path) -> None:
     assert torch.allclose(head.log_probabilities(head.normed(state)), expected, atol=1e-5)
 
 
-def _no_norm(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    del tensors["model.norm.weight"]
-
-
-def _as_int8(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
-
-
-def _packed(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    tensors["lm_head.qweight"] = tensors.pop("lm_head.weight")
-
-
-def _narrow(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :8].contiguous()
-
-
-def _capped(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    config["final_logit_softcapping"] = 30.0
-
-
-def _layer_norm(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    del config["rms_norm_eps"]
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (_as_int8, "lm_head.weight is quantised"),
-        (_packed, "the checkpoint has lm_head.qweight in its place"),
-        (_narrow, "do not fit hidden_size 16"),
-        (_capped, "final_logit_softcapping is 30.0"),
-        (_layer_norm, "no RMS norm"),
-        (_no_norm, "no model.norm.weight"),
-    ],
-)
-def test_what_cannot_be_read_has_a_reason(tmp_path: Path, change: Any, reason: str) -> None:
-    saved(tmp_path, LlamaConfig(**SMALL, tie_word_embeddings=False))
-    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
-    change(config, tensors)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(Unreadable, match=reason):
-        read_head(tmp_path)
+def test_every_family_with_the_gemma_norm_is_known() -> None:
+    """transformers' own modelling code: a final norm whose class multiplies by 1 + weight."""
+    found: dict[str, set[str]] = {}
+    for path in Path(models.__file__).parent.glob("*/modeling_*.py"):
+        text = path.read_text()
+        for norm, body in re.findall(r"\nclass (\w*RMSNorm)\(.*?\n(.*?)(?=\nclass |\Z)", text, re.DOTALL):
+            if re.search(r"\(1(\.0)? \+ self\.weight", body) and f"self.norm = {norm}(config.hidden_size" in text:
+                configuration = path.with_name(path.name.replace("modeling", "configuration")).read_text()
+                found[path.parent.name] = set(re.findall(r'model_type = "(\w+)"', configuration))
+    assert found.keys() >= {"gemma", "gemma2", "gemma3", "qwen3_next", "qwen3_5"}
+    other = re.compile("vision|audio|encoder|module|decoder")
+    missing = {
+        family: kinds
+        for family, kinds in found.items()
+        if not {kind for kind in kinds if not other.search(kind)} <= ONE_PLUS and not family.startswith("t5gemma")
+    }
+    assert missing == {}
