@@ -1,4 +1,7 @@
-"""What is refused before a server or a training process touches a GPU: from the store's manifest and its masks."""
+"""What is refused before a server or a training process touches a GPU.
+
+From the verifier's headers, the store's manifest and its masks.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import numpy as np
 from slipstream import verifier
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
+from slipstream.drafter import verifier_parts
 from slipstream.errors import InputError
 from slipstream.traces import splits
 
 
 def require_usable(config: RunConfig, features: Artifact) -> None:
     """Raises InputError when training cannot use this store, or could learn nothing from it."""
+    verifier_parts.check(verifier.folder_of(config.verifier))
     _require_layers(config, features)
     _require_supervision(config, features)
 

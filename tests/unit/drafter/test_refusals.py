@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,18 @@ def test_features_of_other_layers(run: Runner) -> None:
     config = run.make(drafter=DRAFTER, features={"layer_ids": [2, 3, 4]})
     with pytest.raises(InputError, match=r"holds the states of layers \[2, 3, 5, 6\].* asks for \[2, 3, 4, 6\]"):
         trained(run, made, config)
+
+
+def test_a_verifier_without_its_head(run: Runner, tmp_path: Path, root: Path) -> None:
+    """An untied checkpoint whose index has lost the head; its embedding would fit in its place."""
+    folder = shutil.copytree(root / "slipstream" / "pocket" / "verifier", tmp_path / "verifier")
+    index = folder / "model.safetensors.index.json"
+    held = json.loads(index.read_text())
+    del held["weight_map"]["language_model.lm_head.weight"]
+    index.write_text(json.dumps(held))
+    config = run.make(drafter=DRAFTER, verifier={"path": str(folder)})
+    with pytest.raises(InputError, match=r"verifier: the checkpoint has no lm_head\.weight"):
+        trained(run, run(ROWS), config)
 
 
 @pytest.mark.parametrize(("split", "words"), [("train", "9 train rows"), ("validation", "3 validation rows")])
