@@ -105,7 +105,13 @@ def require_environment(servers: ServersConfig) -> Path:
 def command(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec, port: int) -> list[str]:
     """The command line of one server on the loopback interface."""
     line = [str(require_environment(servers)), "-m", "vllm.entrypoints.openai.api_server"]
-    line += ["--model", verifier.path, "--host", "127.0.0.1", "--port", str(port), "--dtype", verifier.dtype]
+    line += ["--model", verifier.path, "--host", "127.0.0.1", "--port", str(port)]
+    return [*line, *arguments(verifier, servers, spec)]
+
+
+def arguments(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec) -> list[str]:
+    """vLLM's arguments but the model's folder and the address: the same wherever the server is started."""
+    line = ["--dtype", verifier.dtype]
     line += [
         "--max-model-len",
         str(verifier.max_model_len + spec.spare_tokens),

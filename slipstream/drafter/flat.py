@@ -1,53 +1,58 @@
 """The flat EAGLE-3 form that vLLM and SGLang load: `LlamaForCausalLMEagle3`, `midlayer.*`, maps inside.
 
-The auxiliary layer ids stand at the top level (vLLM's V2 runner reads only those) and in `eagle_config` (vLLM's
-V1 runner and SGLang); the final layer's id is never among them.  Rope is written in the old spelling (SGLang,
-transformers 4) and the new one (transformers 5) with the same values.
+The auxiliary layer ids stand at the top level (vLLM's runners read those first, its V2 runner those alone) and in
+`eagle_config` (SGLang, and vLLM for their number); the final layer's id is never among them.  Rope is written in the
+old spelling (SGLang, transformers 4) and the new one (transformers 5) with the same values.  The head is always inside;
+without the embedding vLLM and SGLang share the verifier's, whose rows have the drafter's width.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from slipstream import vocabulary
+from slipstream import rope
 from slipstream.config import Dtype
+from slipstream.drafter import engines
 from slipstream.errors import Damaged
 
-EXPORTED = (
-    *("embed_tokens.weight", "fc.weight", "layers.0.", "norm.weight", "lm_head.weight", "d2t", "t2d"),
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+EMBEDDING = "embed_tokens.weight"
+TENSORS = (
+    *(EMBEDDING, "fc.weight", "layers.0.", "norm.weight", "lm_head.weight", "d2t", "t2d"),
     *("input_norm.weight", "fc_norm."),  # with norm_before_fc, with fc_norm
 )
-VERIFIERS = ("verifier_norm.", "verifier_lm_head.")  # the verifier's own, for training only
-NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def tensors(given: dict[str, torch.Tensor], embeddings: bool = True) -> dict[str, torch.Tensor]:
+def tensors(given: Mapping[str, torch.Tensor], embeddings: bool = True) -> dict[str, torch.Tensor]:
     """A speculators checkpoint's tensors under the flat form's names, the embedding only if wanted.
 
-    Raises Damaged for a tensor that the flat form has no name for and for a mapping that breaks an invariant.
+    Raises Damaged for a tensor that the flat form has no name for.
     """
     flat: dict[str, torch.Tensor] = {}
     for name, tensor in given.items():
-        if name.startswith(VERIFIERS) or (name == "embed_tokens.weight" and not embeddings):
+        if name == EMBEDDING and not embeddings:
             continue
-        if not name.startswith(EXPORTED):
+        if not name.startswith(TENSORS):
             raise Damaged(f"tensor {name} has no place in the flat EAGLE-3 form (one decoder layer)")
         flat[name.replace("layers.0.", "midlayer.", 1)] = tensor
-    vocabulary.check(flat["t2d"].numpy(), flat["d2t"].numpy())
     return flat
 
 
-def config(speculators: dict[str, Any], dtype: Dtype) -> dict[str, Any]:
-    """The flat form's `config.json` from a speculators `config.json` whose decoder is spelled out."""
+def config(speculators: Mapping[str, Any], dtype: Dtype, where: object, sglang: bool = False) -> dict[str, Any]:
+    """The flat form's `config.json` from a speculators `config.json` whose decoder is spelled out.
+
+    With `sglang` the ids in `eagle_config` are the ones by which SGLang captures the same states (`engines`).
+    Raises InputError for a rope that cannot be written in both spellings, and for what SGLang cannot be told.
+    """
     layer = speculators["transformer_layer_config"]
     aux = list(speculators["eagle_aux_hidden_state_layer_ids"])
-    rope = layer["rope_parameters"]
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    theta, scaling = rope.read(layer, str(where))
+    width = speculators.get("target_hidden_size")
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "hidden_size": layer["hidden_size"],
         "intermediate_size": layer["intermediate_size"],
@@ -55,21 +60,24 @@ def config(speculators: dict[str, Any], dtype: Dtype) -> dict[str, Any]:
         "num_attention_heads": layer["num_attention_heads"],
         "num_key_value_heads": layer["num_key_value_heads"],
         "head_dim": layer["head_dim"],
-        "hidden_act": "silu",
+        "hidden_act": layer["hidden_act"],
         "rms_norm_eps": layer["rms_norm_eps"],
         "max_position_embeddings": layer["max_position_embeddings"],
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if scaling.get("rope_type", "default") == "default" else scaling,
-        "rope_parameters": rope,
-        "attention_bias": False,
-        "mlp_bias": False,
+        "rope_theta": theta,
+        "rope_scaling": scaling and scaling.model_dump(exclude_none=True),
+        "rope_parameters": rope.parameters(theta, scaling),
+        "attention_bias": layer["attention_bias"],
+        "mlp_bias": layer["mlp_bias"],
         "tie_word_embeddings": False,
         "vocab_size": layer["vocab_size"],
         "draft_vocab_size": speculators["draft_vocab_size"],
-        **{flag: True for flag in NORM_FLAGS if speculators.get(flag)},
+        **({"target_hidden_size": width} if width else {}),
+        **{flag: True for flag in engines.NORM_FLAGS if speculators.get(flag)},
         "eagle_aux_hidden_state_layer_ids": aux,
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": aux,
+            "eagle_aux_hidden_state_layer_ids": (
+                engines.sglang_ids(aux, engines.architectures(speculators), where) if sglang else aux
+            ),
             "use_aux_hidden_state": True,
             "use_input_layernorm_in_first_layer": True,
             "use_last_layernorm": True,
@@ -78,18 +86,3 @@ def config(speculators: dict[str, Any], dtype: Dtype) -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-
-
-def layer_defaults(speculators: dict[str, Any]) -> dict[str, Any]:
-    """`speculators` with its decoder's fields spelled out.
-
-    The file may leave out what transformers has a default for; vLLM reads the fields without transformers' class, so
-    that they would be missing there.
-    """
-    from transformers import AutoConfig, PreTrainedConfig
-
-    given = speculators["transformer_layer_config"]
-    full = AutoConfig.for_model(**{"model_type": "llama", **given}).to_dict()
-    common = {field.name for field in dataclasses.fields(PreTrainedConfig)} | {"_name_or_path", "output_attentions"}
-    own = {name: value for name, value in full.items() if name not in common or name == "model_type"}
-    return {**speculators, "transformer_layer_config": own}

@@ -4,7 +4,7 @@ drafter/<key>/
   checkpoints/           what training resumes from, see `checkpoints`
   epochs/<epoch>/        what servers load: `flat/` (vLLM, SGLang) and `speculators/` (vLLM), see `export`
   best                   link to the epoch with the longest expected accepted length on validation rows
-  metrics.jsonl, train.log, job.json
+  metrics.jsonl, train.log, job.json, about.json
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from slipstream.artifact import Artifact, checksum, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
 from slipstream.drafter import checkpoints, curves, failure, metrics_file, trackers
+from slipstream.drafter.about import about
 from slipstream.drafter.follower import Watch
 from slipstream.drafter.job import Job
 from slipstream.drafter.refusals import require_usable
@@ -36,6 +37,7 @@ from slipstream.progress import Report
 
 STAGE, VERSION = "drafter", 2
 EPOCHS, CHECKPOINTS, BEST, FLAT = "epochs", "checkpoints", "best", "flat"
+ABOUT = "about.json"  # what the model cards of all epochs say
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -91,6 +93,7 @@ def run(
         require_complete(features.folder)
         require_usable(config, features)
         trackers.require(config.drafter.trackers)
+        atomic.write_json(folder.path / ABOUT, about(config, features, vocabulary))
         store = folder.path / CHECKPOINTS
         before = checkpoints.finished_epochs(store)
         if len(before) < config.drafter.epochs or not _initial_ready(config, store):
@@ -112,7 +115,7 @@ def run(
         exported = [path for exported_name in names for path in (folder.path / EPOCHS / exported_name).rglob("*")]
         files = [str(path.relative_to(folder.path)) for path in sorted(exported) if path.is_file()]
         files += [str(p.relative_to(folder.path)) for p in sorted(store.glob("*/*")) if p.is_file()]
-        files += ["job.json"] + [name for name in (metrics_file.FILE, curves.FILE) if (folder.path / name).exists()]
+        files += ["job.json", ABOUT] + [name for name in (metrics_file.FILE, curves.FILE) if (folder.path / name).exists()]
         served = {
             epoch_name: [checksum(served_folder(folder.path, epoch_name) / file) for file in (CONFIG, WEIGHTS)]
             for epoch_name in names

@@ -191,28 +191,28 @@ def _fitting(blocks: Iterable[str], note: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Table) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *([_cell(text) for text in row] for row in rows)]
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *([cell(text) for text in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """`text` as it is: no markup of its own, no end of the cell."""
     return re.sub(r"([\\`*|\[\]])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
 
 
 def _sample(sample: Mapping[str, Any]) -> str:
-    head = f"**{_cell(_short(sample['kind']))}**, turn {sample['turn']}, {_cell(sample['finish_reason'])}"
+    head = f"**{cell(_short(sample['kind']))}**, turn {sample['turn']}, {cell(sample['finish_reason'])}"
     blocks = [head]
     first = next((segment for segment in sample["segments"] if segment["kind"] != "prompt"), None)
     for segment in sample["segments"]:
         marker = "▼ supervised from here: " if segment is first else ""
         blocks.append(f"{marker}{segment['kind']}, {segment['tokens']:,} tokens")
-        blocks.append(_fenced(segment["text"]))
+        blocks.append(fenced(segment["text"]))
     return "\n\n".join(blocks)
 
 
-def _fenced(text: str) -> str:
+def fenced(text: str, language: str = "text") -> str:
     """A code block that `text` cannot end."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{text}\n{fence}"
+    return f"{fence}{language}\n{text}\n{fence}"
