@@ -1,4 +1,4 @@
-"""The command line: `slipstream run | plan | import | verify | doctor | report`.
+"""The command line: `slipstream run | plan | import | verify | export | publish | doctor | report`.
 
 Errors are one sentence on stderr.  Exit status: 0 done, 1 failed or damaged, 2 wrong input.
 """
@@ -106,11 +106,14 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if damage else 0
 
 
+def _workdir() -> Path:
+    return Path(os.environ.get("SLIPSTREAM_WORKDIR") or "work").absolute()
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from slipstream.doctor import examine
 
-    workdir = Path(os.environ.get("SLIPSTREAM_WORKDIR") or "work").absolute()
-    findings = examine(Path.cwd(), workdir)
+    findings = examine(Path.cwd(), _workdir())
     for finding in findings:
         mark = "!!" if finding.advice else "ok"
         print(f"{mark} {finding.what}: {finding.state}{f' -> {finding.advice}' if finding.advice else ''}")
@@ -118,7 +121,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    root = Path(os.environ.get("SLIPSTREAM_WORKDIR") or "work").absolute()
+    root = _workdir()
     named = Path(args.run)
     folder = named if (named / "report.json").exists() else root / "runs" / args.run
     if not (folder / "report.json").exists():
@@ -156,6 +159,46 @@ def _import(args: argparse.Namespace) -> int:
     print(f"features  {made.features.path}")
     print("to go on from here, set in the configuration and start `slipstream run` with it:")
     print(f"  traces:\n    imported: {made.traces.path}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from slipstream.drafter import engines, export, opened, source
+
+    found = source.find(args.drafter, args.epoch, _workdir())
+    drafter = opened.read(found.folder, args.layer_ids)
+    if args.verifier:
+        drafter = source.for_verifier(drafter, args.verifier)
+    dtype = args.dtype or source.dtype_of(found, drafter)
+    export.export(drafter, args.output, args.form, dtype, args.embeddings, args.engine, found.facts)
+    maps = sum(name in opened.MAPS for name in drafter.tensors)
+    print(f"{args.output}: {args.form} form in {dtype}, {len(drafter.tensors) - maps} tensors and {maps} maps")
+    for engine in engines.ENGINES:
+        reason = engines.refusal(drafter.config, args.form, engine)
+        print(f"  {engine:8} {'loads it' if reason is None else f'does not: {reason}'}")
+    print(f"  how to serve it: {args.output / export.CARD}")
+    return 0
+
+
+def _publish(args: argparse.Namespace) -> int:
+    from slipstream import publish
+    from slipstream.drafter import source
+
+    root = _workdir()
+    found = source.find(args.drafter, args.epoch, root)
+    with publish.prepared(
+        found, args.repo, root / "publish", args.form, args.dtype, args.embeddings, args.verifier, args.layer_ids
+    ) as ready:
+        print(f"{args.repo}{' (private)' if args.private else ''}")
+        for name, size in ready.files:
+            print(f"  {name:20} {size:>16,} bytes")
+        print("\n".join(f"  | {line}" for line in ready.text.splitlines()[:16]))
+        if "/" not in ready.base_model:
+            print(f"the verifier is only known as {ready.base_model}: say --verifier org/name if it is on the Hub")
+        if not args.push:
+            print("nothing was uploaded: repeat the command with --push")
+            return 0
+        print(f"uploaded: {publish.push(ready, args.private)}")
     return 0
 
 
@@ -198,6 +241,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     take.set_defaults(do=_import)
 
+    export = commands.add_parser("export", help="write a drafter, ours or any other, in a form that servers load")
+    export.add_argument("drafter", help="a run, a drafter's folder, one of its epochs, or any EAGLE-3 checkpoint")
+    export.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
+    _describe_export(export)
+    export.add_argument("--engine", choices=["vllm", "sglang"], help="refuse what this server does not read")
+    export.set_defaults(do=_export)
+
+    publish = commands.add_parser("publish", help="show, or with --push upload, a drafter for the Hugging Face Hub")
+    publish.add_argument("drafter", help="a run, a drafter's folder, one of its epochs, or any EAGLE-3 checkpoint")
+    publish.add_argument("--repo", required=True, metavar="ORG/NAME", help="the repository; it is made when absent")
+    publish.add_argument("--push", action="store_true", help="upload (token in HF_TOKEN); without it only show")
+    publish.add_argument("--private", action="store_true", help="a repository that is made is private")
+    _describe_export(publish)
+    publish.set_defaults(do=_publish)
+
     doctor = commands.add_parser("doctor", help="check environments, devices and disk of this machine")
     doctor.set_defaults(do=_doctor)
 
@@ -205,6 +263,19 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run", nargs="?", default="latest", help="name or folder of a run")
     report.set_defaults(do=_report)
     return parser
+
+
+def _describe_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--epoch", metavar="N|best", help="which epoch of a run; without it the best")
+    parser.add_argument("--form", choices=["flat", "speculators"], default="flat", help="flat: vLLM and SGLang")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the weights")
+    parser.add_argument(
+        "--no-embeddings", dest="embeddings", action="store_false", help="flat: servers share the verifier's embedding"
+    )
+    parser.add_argument("--verifier", metavar="NAME", help="the verifier's name on the Hub, or its folder")
+    parser.add_argument(
+        "--layer-ids", type=int, nargs="+", metavar="ID", help="auxiliary layers of a checkpoint that does not say them"
+    )
 
 
 def main() -> None:

@@ -121,7 +121,8 @@ def shape_of(config: Mapping[str, Any], where: str) -> Shape:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises InputError naming the file when there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -144,13 +145,13 @@ def folder_of(config: VerifierConfig) -> Path:
 def load_shape(config: VerifierConfig) -> Shape:
     """The shape of the verifier in its folder."""
     path = folder_of(config) / "config.json"
-    return shape_of(_read_json(path), str(path))
+    return shape_of(read_json(path), str(path))
 
 
 def architectures(folder: Path) -> list[str]:
     """The classes that the verifier's config.json names; none without a file."""
     path = folder / "config.json"
-    return list(_read_json(path).get("architectures") or []) if path.is_file() else []
+    return list(read_json(path).get("architectures") or []) if path.is_file() else []
 
 
 def published_shape(name: str) -> Shape:
@@ -172,12 +173,12 @@ def special_tokens(folder: Path) -> dict[str, int]:
     sources: list[tuple[Path, dict[str, int]]] = []
     path = folder / "tokenizer_config.json"
     if path.is_file():
-        decoder = _read_json(path).get("added_tokens_decoder", {})
+        decoder = read_json(path).get("added_tokens_decoder", {})
         sources.append((path, {entry["content"]: int(token) for token, entry in decoder.items()}))
     path = folder / "tokenizer.json"
     if path.is_file():
         sources.append(
-            (path, {entry["content"]: int(entry["id"]) for entry in _read_json(path).get("added_tokens", [])})
+            (path, {entry["content"]: int(entry["id"]) for entry in read_json(path).get("added_tokens", [])})
         )
     if not sources:
         raise InputError(f"{folder}: neither tokenizer.json nor tokenizer_config.json, so no tokenizer to read")

@@ -78,6 +78,11 @@ def sglang_ids(ids: Sequence[int], verifier: Sequence[str], where: object) -> li
 
     Raises InputError for ids that it cannot be told.
     """
+    if not verifier:
+        raise InputError(
+            f"{where}: not for sglang: how it counts layers depends on the verifier, and nothing says which it is; "
+            "name its folder with --verifier"
+        )
     if not any(name.startswith(SHARED_IDS) for name in verifier):
         if ids[0] < 1:
             raise InputError(f"{where}: not for sglang: it cannot capture layer id {ids[0]}, the embedding")

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def cast(drafter: opened.Opened, dtype: Dtype) -> opened.Opened:
         name: (tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor).contiguous()
         for name, tensor in drafter.tensors.items()
     }
-    return opened.Opened(drafter.folder, drafter.config, tensors, drafter.external)
+    return replace(drafter, tensors=tensors)
 
 
 def write(
@@ -98,9 +99,11 @@ def write(
     embeddings: bool = True,
     engine: engines.Engine | None = None,
     facts: Mapping[str, Any] | None = None,
+    name: str | None = None,
 ) -> None:
     """Writes one form of a drafter, its floats being in `dtype` already, into the new folder `folder`.
 
+    The card calls it `name`, or as the folder is called.
     Raises InputError for what the form, or the engine if one is named, does not hold.
     """
     require_auxiliary(drafter)
@@ -116,7 +119,7 @@ def write(
     atomic.fsync_file(folder / WEIGHTS)
     atomic.write_json(folder / CONFIG, config)
     atomic.write_bytes(
-        folder / CARD, card.render(drafter, form, {**(facts or {}), "engine": engine}, folder.name).encode()
+        folder / CARD, card.render(drafter, form, {**(facts or {}), "engine": engine}, name or folder.name).encode()
     )
     atomic.fsync_folder(folder)
 
