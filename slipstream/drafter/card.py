@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from slipstream import serving
-from slipstream.drafter import engines
+from slipstream.drafter import checkpoints, engines
 from slipstream.drafter.opened import Opened
 from slipstream.traces.report import cell, fenced
 
@@ -29,9 +29,9 @@ def epoch_facts(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint folder says of its epoch: name, step, replay figures, validation metrics."""
     return {
         "name": checkpoint.name,
-        "step": _json(checkpoint / "training_state.json").get("global_step"),
-        "replay": _json(checkpoint / "replay.json"),
-        "validation": _json(checkpoint / "val_metrics.json"),
+        "step": _json(checkpoint / checkpoints.STATE).get("global_step"),
+        "replay": _json(checkpoint / checkpoints.REPLAY),
+        "validation": _json(checkpoint / checkpoints.METRICS),
     }
 
 

@@ -24,7 +24,7 @@ from slipstream import atomic, verifier
 from slipstream.config import Dtype
 from slipstream.drafter import card, checkpoints, engines, flat, opened
 from slipstream.drafter.stage import ABOUT, CHECKPOINTS, CONFIG, EPOCHS, FLAT, WEIGHTS
-from slipstream.errors import InputError
+from slipstream.errors import Damaged, InputError
 
 SPECULATORS, RECORD, FACTS, CARD = "speculators", "export.json", "card.json", "README.md"
 
@@ -33,15 +33,24 @@ def export_epoch(folder: Path, name: str, dtype: Dtype, embeddings: bool = True)
     """Makes `epochs/<name>/` from `checkpoints/<name>/` in a drafter's folder, whole or not at all, and returns it.
 
     Exports that are whole and made from this very checkpoint in this way stay as they are, so it may be called as often
-    as one likes; they stay too when the checkpoint is gone.  Floats are written in `dtype`.
+    as one likes; they stay too when the checkpoint was dropped, and a flat form that was damaged since is made again
+    from the speculators form.  Floats are written in `dtype`.
     Raises Damaged or InputError when a tensor, a map or a field of the checkpoint cannot be exported.
     """
     checkpoint, target = folder / CHECKPOINTS / name, folder / EPOCHS / name
-    if (checkpoint / WEIGHTS).exists():  # not pruned
+    if (checkpoint / WEIGHTS).is_file():
         record = _record(checkpoint, dtype, embeddings)
         if not _whole(target) or json.loads((target / RECORD).read_bytes()) != record:
             facts = {**_about(folder), "epoch": card.epoch_facts(checkpoint)}
             _make(checkpoint, target, record, facts, dtype, embeddings)
+    elif not _whole(target):
+        if not opened.whole(target / SPECULATORS):
+            raise Damaged(
+                f"{target}: damaged, and its checkpoint was dropped (drafter.keep_checkpoints), so it cannot be made "
+                f"again; remove {folder} to train this drafter anew"
+            )
+        facts = {**_about(folder), "epoch": card.epoch_facts(checkpoint)}
+        _make(target / SPECULATORS, target, _record(target / SPECULATORS, dtype, embeddings), facts, dtype, embeddings)
     return target
 
 

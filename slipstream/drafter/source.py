@@ -10,7 +10,7 @@ from slipstream.artifact import MANIFEST, Artifact, open_artifact
 from slipstream.config import Dtype
 from slipstream.drafter import card, engines, opened
 from slipstream.drafter.export import FACTS, SPECULATORS
-from slipstream.drafter.stage import ABOUT, CHECKPOINTS, EPOCHS, STAGE
+from slipstream.drafter.stage import ABOUT, CHECKPOINTS, EPOCHS, STAGE, WEIGHTS
 from slipstream.errors import Damaged, InputError
 from slipstream.verifier import read_json
 
@@ -69,7 +69,9 @@ def _of_artifact(artifact: Artifact, epoch: str) -> Source:
     if name == best and (figures := served(artifact)) is not None:
         facts["served"] = figures
     return Source(
-        checkpoint if checkpoint.is_dir() else exported / SPECULATORS, facts, manifest.recipe.get("export_dtype")
+        checkpoint if (checkpoint / WEIGHTS).is_file() else exported / SPECULATORS,
+        facts,
+        manifest.recipe.get("export_dtype"),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,12 +227,35 @@ def test_a_whole_export_stays_as_it_is(checkpoint: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["3"]
 
 
-def test_an_export_stays_when_its_checkpoint_is_gone(checkpoint: Path) -> None:
+def prune(checkpoint: Path) -> None:
+    """Drops what retention drops: the large files."""
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "pruned").touch()
+
+
+def test_an_export_stays_when_its_checkpoint_was_dropped(checkpoint: Path) -> None:
     folder = exported(checkpoint)
-    shutil.rmtree(checkpoint)
+    prune(checkpoint)
     before = stamp(folder)
     assert exported(checkpoint) == folder
     assert stamp(folder) == before
+
+
+def test_a_damaged_flat_form_is_made_again_without_its_checkpoint(checkpoint: Path) -> None:
+    folder = exported(checkpoint, "bfloat16")
+    before = (folder / "flat" / "model.safetensors").read_bytes()
+    prune(checkpoint)
+    (folder / "flat" / "model.safetensors").write_bytes(b"")
+    exported(checkpoint, "bfloat16")
+    assert (folder / "flat" / "model.safetensors").read_bytes() == before
+
+
+def test_what_cannot_be_made_again_is_said(checkpoint: Path) -> None:
+    folder = exported(checkpoint)
+    prune(checkpoint)
+    (folder / "speculators" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(Damaged, match="keep_checkpoints"):
+        exported(checkpoint)
 
 
 def _new_checkpoint(checkpoint: Path, folder: Path) -> None:
