@@ -115,7 +115,8 @@ def run(
         exported = [path for exported_name in names for path in (folder.path / EPOCHS / exported_name).rglob("*")]
         files = [str(path.relative_to(folder.path)) for path in sorted(exported) if path.is_file()]
         files += [str(p.relative_to(folder.path)) for p in sorted(store.glob("*/*")) if p.is_file()]
-        files += ["job.json", ABOUT] + [name for name in (metrics_file.FILE, curves.FILE) if (folder.path / name).exists()]
+        made = ("job.json", ABOUT, metrics_file.FILE, curves.FILE)
+        files += [name for name in made if (folder.path / name).exists()]
         served = {
             epoch_name: [checksum(served_folder(folder.path, epoch_name) / file) for file in (CONFIG, WEIGHTS)]
             for epoch_name in names
