@@ -41,7 +41,7 @@ def attend(
 ) -> torch.Tensor:
     """[T, heads, head_dim] from `query` of the same shape and [T, key heads, head_dim] of each step, step 0 first.
 
-    On a GPU bfloat16 or float16 with the flash kernel of torch, elsewhere dense in the given type.
+    On a GPU in bfloat16 or float16 by torch's flash kernel, elsewhere dense (T x T weights a head).
     """
     drafted = [tensor for pair in zip(keys[1:], values[1:], strict=True) for tensor in pair]
     output: torch.Tensor = _Attention.apply(query, keys[0], values[0], layout, scale, *drafted)
@@ -91,6 +91,11 @@ def _on_gpu(function: Callable[..., Any], tensor: torch.Tensor) -> Callable[...,
     if function not in _COMPILED:
         _COMPILED[function] = torch.compile(function)
     return _COMPILED[function]
+
+
+def _flash(query: torch.Tensor) -> bool:
+    """Whether torch's flash kernel takes this: on a GPU, in a 16-bit type."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _per_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -153,7 +158,7 @@ def _causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Causal attention inside each document: output, float32 log-sum-exp [heads, T], what the backward pass needs."""
-    if not query.is_cuda:
+    if not _flash(query):
         weights, lse = _dense(query, key, layout, scale)
         return torch.einsum("hqk,khd->qhd", weights, _per_head(value, query.shape[1])).to(query.dtype), lse, []
     longest = layout.longest
@@ -175,7 +180,7 @@ def _causal_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, where `out` and `lse` may hold further keys than these."""
-    if query.is_cuda:
+    if _flash(query):
         ends, longest = layout.ends, layout.longest
         d_query, d_key, d_value = torch.ops.aten._flash_attention_backward(
             gradient, query, key, value, out, lse, ends, ends, longest, longest, 0.0, True, *kept, scale=scale
