@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import random
 import statistics
 import sys
@@ -136,6 +135,23 @@ def accepted_length(model: Any, rows: list[Batch]) -> float:
         return replay(copy.deepcopy(model).float(), packed(rows, list(range(len(rows)))), 3).accepted_length
 
 
+def figures(lengths: dict[str, list[float]], device: str) -> dict[str, Any]:
+    """What the seeds so far say."""
+    means = {name: statistics.mean(values) for name, values in lengths.items() if values}
+    reference = lengths["float32"]
+    return {
+        "command": "PYTHONPATH=. python benchmarks/training_quality.py --train 500 --result "
+        "benchmarks/results/training_quality.json",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "learning_rate": 3e-5,
+        "accepted_length": {name: [round(value, 4) for value in values] for name, values in lengths.items()},
+        "mean": {name: round(value, 4) for name, value in means.items()},
+        "over_float32": {name: round(value / means["float32"], 4) for name, value in means.items()},
+        "noise": round(statistics.stdev(reference) / means["float32"], 4) if len(reference) > 1 else None,
+    }
+
+
 def main() -> None:
     """Trains, replays, writes the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -162,22 +178,8 @@ def main() -> None:
                 train(start, rows, variant, 3e-5, wanted.epochs, seed + 1)
                 lengths[variant].append(accepted_length(start, unseen))
                 print(seed, variant, lengths["start"][-1], lengths[variant][-1], file=sys.stderr, flush=True)
-    means = {name: statistics.mean(values) for name, values in lengths.items()}
-    result = {
-        "command": "PYTHONPATH=. python benchmarks/training_quality.py --result "
-        "benchmarks/results/training_quality.json",
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "learning_rate": 3e-5,
-        "accepted_length": {name: [round(value, 4) for value in values] for name, values in lengths.items()},
-        "mean": {name: round(value, 4) for name, value in means.items()},
-        "over_float32": {
-            name: round(means[name] / means["float32"], 4) for name in wanted.variants if "float32" in means
-        },
-        "noise": round(statistics.stdev(lengths["float32"]) / means["float32"], 4),
-    }
-    atomic.write_json(wanted.result, result)
-    print(json.dumps(result, indent=2))
+            atomic.write_json(wanted.result, figures(lengths, device))
+    print(wanted.result.read_text())
 
 
 if __name__ == "__main__":
