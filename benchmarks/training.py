@@ -136,9 +136,9 @@ def measure(made: Any, who: str, tokens: int, losses: Any) -> dict[str, Any]:
     from speculators.train.optimizers import build_optimizers
     from speculators.train.trainer import TrainerConfig
 
-    from slipstream.drafter.compute import fused_optimizers
+    from slipstream.drafter import compute
 
-    build: Callable[..., Any] = build_optimizers if who == "speculators" else fused_optimizers
+    build: Callable[..., Any] = build_optimizers if who == "speculators" else compute.optimizers
     (optimizer,) = build(made, TrainerConfig(lr=LEARNING_RATE, num_epochs=1, save_path=""))
     given = batches(tokens)
 

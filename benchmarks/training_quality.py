@@ -29,8 +29,7 @@ from tokenizers import Tokenizer
 from slipstream import atomic, vocabulary
 from slipstream.acceptance.replay import replay
 from slipstream.config import load_config
-from slipstream.drafter import build, ttt
-from slipstream.drafter.compute import fused_optimizers
+from slipstream.drafter import build, compute, ttt
 from slipstream.drafter.job import Job
 from slipstream.features.recipe import PRE_NORM
 from slipstream.pocket import curriculum, traces
@@ -113,7 +112,7 @@ def train(model: Any, rows: list[Batch], variant: str, rate: float, epochs: int,
     ttt.install(model, fp8=variant == "fp8")
     if variant == "bf16-weights":
         model.bfloat16()
-    (optimizer,) = fused_optimizers(model, TrainerConfig(lr=rate, num_epochs=epochs, save_path=""))
+    (optimizer,) = compute.optimizers(model, TrainerConfig(lr=rate, num_epochs=epochs, save_path=""))
     orders = [random.Random(seed * 1000 + epoch).sample(range(len(rows)), len(rows)) for epoch in range(epochs)]
     total = sum(1 for order in orders for _ in packed(rows, order))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)

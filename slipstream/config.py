@@ -507,6 +507,16 @@ class DrafterConfig(Stage):
         return self
 
     @model_validator(mode="after")
+    def _float8_is_possible(self) -> Self:
+        if self.fp8_linears and not self.devices:
+            raise ValueError("fp8_linears needs a GPU, and devices is empty: training runs on the CPU")
+        if self.fp8_linears and self.distributed == "fsdp":
+            raise ValueError("fp8_linears is for distributed ddp, and distributed is fsdp")
+        if self.fp8_linears and self.compute_dtype == "float32":
+            raise ValueError("fp8_linears needs compute_dtype bfloat16 or float16 for the rest, and it is float32")
+        return self
+
+    @model_validator(mode="after")
     def _losses_weigh(self) -> Self:
         weights = self.loss_weights.values()
         if self.loss_weights and (min(weights) < 0 or not any(weights)):

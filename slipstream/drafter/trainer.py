@@ -32,13 +32,12 @@ import torch.distributed as dist
 from speculators.model import SpeculatorModel
 from speculators.train import trainer as speculators_trainer
 from speculators.train.distributed import apply_fully_sharded
-from speculators.train.optimizers import build_optimizers
 from speculators.train.recovery import RECOVERY_METADATA_KEY
 from speculators.train.trainer import Trainer
 from speculators.train.utils import normalize_counted_metrics
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.drafter import checkpoints, guards, schedule, training_state
+from slipstream.drafter import checkpoints, compute, guards, schedule, training_state
 from slipstream.drafter.checkpoints import Position
 from slipstream.drafter.guards import Guard
 from slipstream.drafter.interruption import Interrupted, Interruption, Watched
@@ -127,8 +126,7 @@ class EpochTrainer(Trainer):
 
     def optimizer_of(self) -> Sequence[Any]:
         """The optimizers, their groups at the peak learning rate."""
-        made: Sequence[Any] = build_optimizers(self.model, self.config)
-        return made
+        return compute.optimizers(self.model, self.config)
 
     # An epoch
 

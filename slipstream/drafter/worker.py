@@ -18,7 +18,17 @@ from typing import Any
 
 import torch
 
-from slipstream.drafter import build, checkpoints, failure, loaders, losses, metrics_file, trackers, training_state
+from slipstream.drafter import (
+    build,
+    checkpoints,
+    compute,
+    failure,
+    loaders,
+    losses,
+    metrics_file,
+    trackers,
+    training_state,
+)
 from slipstream.drafter.interruption import STATUS, Interrupted, Interruption
 from slipstream.drafter.job import Job
 from slipstream.errors import SlipstreamError, TransientError
@@ -109,6 +119,7 @@ def main(path: Path) -> None:
     model = build.build(job, device)
     if get_rank() == 0 and (config.keep_initial or config.epochs == 0):
         _save_initial(model, Path(job.checkpoints))
+    compute.prepare(model, config)
     _trainer(job, model, device, decided[0]).run_training()
     maybe_destroy_distributed()
 

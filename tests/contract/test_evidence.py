@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from benchmarks import features as gathered
 from tests.conftest import ROOT
 
@@ -80,3 +82,35 @@ def test_figures_of_features_are_those_that_were_measured() -> None:
         path = gathered.RESULTS / f"{name}.json"
         measured = result(name) if path.exists() else {}
         assert {figure: features[figure] for figure in figures} == {figure: measured.get(figure) for figure in figures}
+
+
+def test_training_speed_on_a_gpu() -> None:
+    """benchmarks/training.py: a row a variant, ours at least 1.2 times speculators' at the same packed length."""
+    training = result("training")
+    assert "H200" in training["device"]
+    rows = {row["variant"]: row for row in training["rows"]}
+    assert len(rows) == 9
+    for name, row in rows.items():
+        assert row["peak_memory_gib"] < 141, name
+        assert 0.3 < row["share_of_bf16_ceiling"] < 1, name
+    ratios = training["over_speculators_best_default"]
+    for name, ratio in ratios.items():
+        peer = rows[f"speculators-{name.split('-', 2)[2]}"]
+        assert ratio == pytest.approx(rows[name]["tokens_per_second"] / peer["tokens_per_second"], abs=1e-3)
+    for tokens in (2048, 8192):
+        assert max(ratios[f"ours-bf16-frozen-{tokens}"], ratios[f"ours-fp8-frozen-{tokens}"]) >= 1.25
+        # the same arithmetic: after 50 steps the same loss
+        loss = rows[f"speculators-frozen-{tokens}"]["loss_after_50_steps"]
+        assert rows[f"ours-bf16-frozen-{tokens}"]["loss_after_50_steps"] == pytest.approx(loss, rel=1e-3)
+        assert rows[f"ours-fp8-frozen-{tokens}"]["loss_after_50_steps"] == pytest.approx(loss, rel=0.02)
+
+
+def test_lower_precision_trains_the_same_drafter() -> None:
+    quality = result("training_quality")
+    lengths = quality["accepted_length"]
+    assert all(len(values) == 3 for values in lengths.values())
+    assert quality["learning_rate"] == 3e-5
+    noise = max(quality["noise"], 0.002)
+    for name in ("bf16", "fp8"):
+        assert abs(quality["over_float32"][name] - 1) <= noise, name
+    assert quality["over_float32"]["bf16-weights"] < 1 - 3 * noise  # updates that vanish are seen

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3.config import Eagle3SpeculatorConfig
@@ -14,7 +15,8 @@ from speculators.models.eagle3.core import Eagle3DraftModel
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
 
-from slipstream.drafter import ttt
+from slipstream.config import DrafterConfig
+from slipstream.drafter import compute, ttt
 from slipstream.drafter.ttt_attention import Layout, attend
 from slipstream.errors import InputError
 
@@ -171,3 +173,32 @@ def test_a_drafter_of_two_layers_keeps_speculators_pass() -> None:
 def test_fp8_without_torchao_is_refused_by_name() -> None:
     with pytest.raises(InputError, match=r"fp8_linears.*torchao"):
         ttt.install(make(), fp8=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"devices": []}, "fp8_linears needs a GPU, and devices is empty"),
+        ({"distributed": "fsdp"}, "fp8_linears is for distributed ddp, and distributed is fsdp"),
+        ({"compute_dtype": "float32"}, "needs compute_dtype bfloat16 or float16 for the rest, and it is float32"),
+    ],
+)
+def test_float8_where_it_cannot_be_is_refused_with_the_configuration(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        DrafterConfig.model_validate({"fp8_linears": True, "devices": [0], **changes})
+
+
+def test_a_gpu_without_float8_is_refused_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(InputError, match=r"compute capability 8\.9, this GPU has 8\.0"):
+        compute.prepare(make(), DrafterConfig(fp8_linears=True, devices=[0]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fast"),
+    [({}, True), ({"devices": []}, False), ({"distributed": "fsdp"}, False), ({"compute_dtype": "float32"}, False)],
+)
+def test_who_gets_the_fast_pass(changes: dict[str, Any], fast: bool) -> None:
+    model = make()
+    compute.prepare(model, DrafterConfig.model_validate({"devices": [0], **changes}))
+    assert hasattr(model, "ttt") == fast
