@@ -100,7 +100,7 @@ def _acceptance(axes: Any, history: History) -> None:
     if history.best is not None:
         axes.axvline(history.best, color=INK, lw=0.8, ls=":", label="best")
     axes.set(xlabel="epoch", ylim=(0, 1), xticks=numbers[:: 1 + len(numbers) // 10])
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
 
 
 def _at(values: Sequence[float], position: int) -> float:

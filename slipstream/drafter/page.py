@@ -12,9 +12,9 @@ COLUMNS = (
     "epoch",
     "training loss",
     "validation loss",
-    "accuracy by draft step",
+    "accuracy",
     "accepted length",
-    "acceptance by position",
+    "acceptance",
     "lr",
     "tokens/s",
 )
