@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -170,9 +171,41 @@ def test_a_drafter_of_two_layers_keeps_speculators_pass() -> None:
         ttt.install(make(layers=2))
 
 
-def test_fp8_without_torchao_is_refused_by_name() -> None:
+def test_fp8_without_torchao_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8.config", None)
     with pytest.raises(InputError, match=r"fp8_linears.*torchao"):
         ttt.install(make(), fp8=True)
+
+
+def quantised(matrix: torch.Tensor) -> torch.Tensor:
+    """What a matrix is in float8_e4m3 with a power-of-two scale a row, by its definition."""
+    scale = 2.0 ** torch.floor(torch.log2(448.0 / matrix.abs().amax(dim=-1, keepdim=True).double()))
+    return (matrix.double() * scale).to(torch.float8_e4m3fn).double() / scale
+
+
+def test_float8_products_are_those_of_rows_rounded_to_e4m3() -> None:
+    torch.manual_seed(3)
+    states = torch.randn(32, 64).mul_(torch.logspace(-3, 3, 32)[:, None]).bfloat16().requires_grad_()
+    weight = torch.randn(48, 64).bfloat16().requires_grad_()
+    pull = torch.randn(32, 48).bfloat16()
+    product = ttt._fp8_linear()(states, weight)
+    product.backward(pull)
+    assert states.grad is not None
+    assert weight.grad is not None
+    expected = quantised(states.detach()) @ quantised(weight.detach()).T
+    pulled = quantised(pull) @ quantised(weight.detach().T.contiguous()).T
+    weighed = quantised(pull.T.contiguous()) @ quantised(states.detach().T.contiguous()).T
+    for found, wanted in ((product, expected), (states.grad, pulled), (weight.grad, weighed)):
+        assert (found.double() - wanted).norm() / wanted.norm() < 3e-3  # bfloat16's rounding of the result
+    exact = states.detach().double() @ weight.detach().double().T
+    assert 0.01 < (product.double() - exact).norm() / exact.norm() < 0.06  # and it is float8 that was multiplied
+
+
+def test_float8_trains_on_the_same_loss() -> None:
+    model, batch = make(), packed()
+    loss, *_ = outcome(model, batch)
+    ttt.install(model, fp8=True)
+    assert outcome(model, batch)[0] == pytest.approx(loss, rel=0.05)
 
 
 @pytest.mark.parametrize(
