@@ -35,14 +35,6 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def _shape(config: RunConfig) -> tuple[verifier.Shape, str]:
-    if (Path(config.verifier.path) / "config.json").is_file():
-        return verifier.load_shape(config.verifier), config.verifier.path
-    if config.verifier.shape:
-        return verifier.published_shape(config.verifier.shape), f"published shape {config.verifier.shape}"
-    return verifier.load_shape(config.verifier), config.verifier.path  # raises: no such folder
-
-
 def _prompts(config: RunConfig) -> int:
     wanted = config.prompts
     absent = [source for source in wanted.sources if not Path(source.path).exists()]
@@ -83,15 +75,20 @@ def _passes(config: RunConfig) -> int:
 
 
 def _drafter_parameters(config: RunConfig, shape: verifier.Shape) -> dict[str, int]:
+    """Of the drafter that `drafter.build` makes: trained ones, and all with the verifier's embedding and the head."""
     draft, hidden = drafter_shape.resolve(config), shape.hidden_size
+    layers = len(config.features.layer_ids)
     heads = draft.num_attention_heads * draft.head_dim
     kv_heads = draft.num_key_value_heads * draft.head_dim
     mlp = 3 * hidden * draft.intermediate_size
-    first = 2 * hidden * (heads + 2 * kv_heads) + heads * hidden + mlp + 3 * hidden
-    later = hidden * (heads + 2 * kv_heads) + heads * hidden + mlp + 2 * hidden
-    trained = len(config.features.layer_ids) * hidden * hidden + first + (draft.num_layers - 1) * later + hidden
-    frozen = (shape.vocab_size + config.vocabulary.size) * hidden
-    return {"trained": trained, "total": trained + frozen}
+    decoder = 2 * hidden * (heads + 2 * kv_heads) + heads * hidden + mlp + 3 * hidden
+    norms = hidden * (1 + layers * (draft.norm_before_fc + draft.fc_norm))
+    head = config.vocabulary.size * hidden
+    trained = layers * hidden * hidden + decoder + norms + head * config.drafter.train_lm_head
+    return {
+        "trained": trained,
+        "total": trained + shape.vocab_size * hidden + head * (not config.drafter.train_lm_head),
+    }
 
 
 def plan(config: RunConfig) -> dict[str, Any]:
@@ -100,7 +97,7 @@ def plan(config: RunConfig) -> dict[str, Any]:
     Raises InputError when the configuration contradicts itself (a layer id past the last, a draft vocabulary
     larger than the verifier's) or nothing is known about the verifier.
     """
-    shape, source = _shape(config)
+    shape, source = verifier.known_shape(config.verifier)
     layer_ids = verifier.capture_ids(config.features.layer_ids, shape)
     if config.vocabulary.size > shape.vocab_size:
         raise InputError(
@@ -167,6 +164,7 @@ def preflight(config: RunConfig) -> None:
     require_runner(config)
     if config.drafter.init_from and not Path(config.drafter.init_from).is_dir():
         raise InputError(f"{config.drafter.init_from}: no such checkpoint folder; set drafter.init_from or remove it")
+    drafter_shape.require_positions(config.verifier.max_model_len, drafter_shape.resolve(config), "drafter.shape")
     if config.features.store == "none":
         beside_training.count(config)
     if not (estimate := plan(config))["fits"]:

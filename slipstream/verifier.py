@@ -163,6 +163,13 @@ def published_shape(name: str) -> Shape:
     return shape_of(json.loads(file.read_text(encoding="utf-8")), f"verifiers/{name}.json")
 
 
+def known_shape(config: VerifierConfig) -> tuple[Shape, str]:
+    """The verifier's shape and where it was read: its folder, or the published shape while that is absent."""
+    if config.shape and not (Path(config.path) / "config.json").is_file():
+        return published_shape(config.shape), f"published shape {config.shape}"
+    return load_shape(config), config.path
+
+
 def special_tokens(folder: Path) -> dict[str, int]:
     """Control tokens by text: every added token that the tokenizer's files name, ascending by id.
 

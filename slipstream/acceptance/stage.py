@@ -16,8 +16,9 @@ from slipstream.acceptance.served import Measurement, measure
 from slipstream.acceptance.verdict import verdict
 from slipstream.artifact import Artifact, checksum, claim, stage_key
 from slipstream.config import RunConfig
-from slipstream.drafter import checkpoints
+from slipstream.drafter import checkpoints, described
 from slipstream.drafter import stage as drafter_stage
+from slipstream.drafter.shape import require_positions
 from slipstream.errors import InputError
 from slipstream.progress import Progress, Report
 from slipstream.traces import prompt_set, splits
@@ -54,15 +55,16 @@ def key(config: RunConfig, prompts: Artifact, drafter: Artifact) -> str:
 
 
 def _variants(config: RunConfig, drafter: Artifact) -> dict[str, serving.ServerSpec]:
-    best = drafter.manifest().counts["best_epoch"]
-    draft_tokens = config.acceptance.draft_tokens
-    variants = {
-        BASELINE: serving.generation_server(),
-        SPECULATIVE: serving.speculative_server(drafter_stage.served_folder(drafter.folder, best), draft_tokens),
-    }
+    """What is measured; raises InputError when the contexts go beyond a drafter's positions."""
+    names = {SPECULATIVE: drafter.manifest().counts["best_epoch"]}
     if config.acceptance.untrained:
-        initial = drafter_stage.served_folder(drafter.folder, checkpoints.INITIAL)
-        variants[UNTRAINED] = serving.speculative_server(initial, draft_tokens)
+        names[UNTRAINED] = checkpoints.INITIAL
+    variants = {BASELINE: serving.generation_server()}
+    for variant, name in names.items():
+        folder = drafter_stage.served_folder(drafter.folder, name)
+        says = folder / drafter_stage.CONFIG
+        require_positions(config.verifier.max_model_len, described.read(says).shape, str(says))
+        variants[variant] = serving.speculative_server(folder, config.acceptance.draft_tokens)
     return variants
 
 
@@ -82,17 +84,18 @@ def run(
     report: Report,
     on_wait: Callable[[str], None] | None = None,
 ) -> Artifact:
-    """Measures; raises InputError without held-out prompts, ServerError when a server fails."""
+    """Measures; raises InputError without held-out prompts, or when contexts (`verifier.max_model_len`) go beyond the
+    drafter's positions, ServerError when a server fails."""
     recipe, inputs = _recipe(config), _inputs(config, prompts, drafter)
     name = stage_key(STAGE, VERSION, recipe, inputs)
     with claim(workdir, STAGE, name, on_wait) as folder:
         if (done := folder.complete()) is not None:
             return done
         folder.reopen()
+        variants = _variants(config, drafter)
         asked = list(prompt_set.load(prompts, splits.HELD_OUT))[: config.acceptance.max_prompts]
         if not asked:
             raise InputError("acceptance: no held-out prompts; raise prompts.held_out_ratio")
-        variants = _variants(config, drafter)
         measured: dict[str, list[Measurement]] = {}
         done_answers = 0
         total = len(asked) * config.acceptance.rounds * len(variants)

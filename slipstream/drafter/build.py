@@ -7,40 +7,15 @@ layers are random or, with `init_from`, warm-started.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from slipstream import vocabulary
-from slipstream.config import DraftShape
 from slipstream.drafter import verifier_parts
 from slipstream.drafter.job import Job
+from slipstream.drafter.layer_config import layer_config
 from slipstream.verifier import architectures
-
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
-
-
-def layer_config(shape: DraftShape, hidden_size: int, vocab_size: int) -> LlamaConfig:
-    """The decoder's configuration.  Rope and positions are those of `shape`, in training as in serving."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        hidden_act="silu",
-        rms_norm_eps=shape.rms_norm_eps,
-        max_position_embeddings=shape.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        tie_word_embeddings=False,
-        attention_bias=False,
-        mlp_bias=False,
-    )
 
 
 def drafter_config(job: Job, draft_vocab_size: int) -> Any:

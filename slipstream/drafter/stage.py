@@ -25,6 +25,7 @@ from slipstream.drafter import checkpoints, curves, failure, metrics_file, track
 from slipstream.drafter.about import about
 from slipstream.drafter.follower import Watch
 from slipstream.drafter.job import Job
+from slipstream.drafter.layer_config import require_trained_shape
 from slipstream.drafter.refusals import require_usable
 from slipstream.drafter.shape import resolve
 from slipstream.errors import StageFailed, TransientError
@@ -131,7 +132,7 @@ def run(
                 "epochs": len(epochs),
                 "best_epoch": best,
                 "expected_accepted_length": {str(e): round(length, 4) for e, length in lengths.items()},
-                **parameter_counts(served_folder(folder.path, best) / WEIGHTS),
+                **parameter_counts(served_folder(folder.path, best) / WEIGHTS, config.drafter.train_lm_head),
             },
             work={"epochs_trained": len(epochs) - len(before), "epochs_reused": len(before)},
         )
@@ -229,10 +230,15 @@ def _train(folder: Path, job: Job, config: RunConfig, watch: Watch, leases: Sequ
 
 
 def export_epoch(folder: Path, name: str, config: RunConfig) -> Path:
-    """Exports an epoch whose checkpoint is complete, as `export.export_epoch` does."""
+    """Exports an epoch whose checkpoint is complete, as `export.export_epoch` does.
+
+    Raises StageFailed when the export describes another decoder than the one that was trained.
+    """
     from slipstream.drafter import export
 
-    return export.export_epoch(folder, name, config.verifier.dtype, config.drafter.export_embeddings)
+    exported = export.export_epoch(folder, name, config.verifier.dtype, config.drafter.export_embeddings)
+    require_trained_shape(served_folder(folder, name) / CONFIG, resolve(config))
+    return exported
 
 
 def served_folder(folder: Path, name: str) -> Path:
@@ -247,11 +253,11 @@ def _point(link: Path, target: Path) -> None:
     os.replace(temporary, link)
 
 
-def parameter_counts(path: Path) -> dict[str, int]:
+def parameter_counts(path: Path, train_lm_head: bool) -> dict[str, int]:
     """How many parameters an exported drafter has, and how many of them training changed."""
     from safetensors import safe_open
 
-    frozen = ("embed_tokens.", "lm_head.", "d2t", "t2d")
+    frozen = ("embed_tokens.", "d2t", "t2d") + (() if train_lm_head else ("lm_head.",))
     total = trained = 0
     with safe_open(path, framework="numpy") as file:
         for name in file.keys():  # noqa: SIM118 - not a mapping

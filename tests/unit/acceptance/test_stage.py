@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slipstream import artifact
 from slipstream.acceptance import stage
 from slipstream.acceptance.counters import Counters
 from slipstream.acceptance.served import Measurement
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
 from slipstream.errors import InputError
+from slipstream.progress import silent
 from slipstream.traces.trace import Trace
 
 OUTPUTS = [(1, 2, 3, 4), (5, 6), (7, 8, 9, 10)]  # ten tokens
@@ -105,6 +109,40 @@ def test_the_key_follows_drafter_and_held_out_prompts(make_config: Callable[...,
     ]
     assert key not in others
     assert len(set(others)) == len(others)
+
+
+FLAT = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize("which", ["1", "initial"])
+def test_contexts_beyond_the_drafters_positions_are_refused_before_a_server_starts(
+    make_config: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Field report 41: an export edited by hand to 2,048 positions, contexts of 4,096."""
+
+    def start(*given: Any, **more: Any) -> None:
+        raise AssertionError("a server starts")
+
+    monkeypatch.setattr(stage.serving, "replicas", start)
+    with artifact.claim(tmp_path, "drafter", "d") as folder:
+        for name in ("1", "initial"):
+            path = folder.path / "epochs" / name / "flat" / "config.json"
+            path.parent.mkdir(parents=True)
+            path.write_text(json.dumps(FLAT | {"max_position_embeddings": 2048 if name == which else 4096}))
+        drafter = folder.commit(version=1, recipe={}, inputs={}, content="d", files=[], counts={"best_epoch": "1"})
+    prompts = Artifact(path="p", stage="prompts", key="k", content="c", parts={"traced": "t", "held_out": "h"})
+    config = make_config(
+        verifier={"max_model_len": 4096}, drafter={"keep_initial": True}, acceptance={"untrained": True}
+    )
+    with pytest.raises(InputError, match=rf"4096 tokens .*{which}/flat/config\.json: max_position_embeddings 2048"):
+        stage.run(tmp_path / "work", config, prompts, drafter, silent)
 
 
 def test_no_prompt_with_room_is_one_sentence() -> None:

@@ -31,10 +31,11 @@ def test_parameters_are_counted_and_the_frozen_ones_apart(tmp_path: Path) -> Non
     }
     save_file(tensors, tmp_path / "model.safetensors")
     trained = 8 * 24 + 32 * 8 + 8
-    assert stage.parameter_counts(tmp_path / "model.safetensors") == {
-        "parameters": 16 * 8 + 4 * 8 + trained,
-        "trained_parameters": trained,
-    }
+    total = 16 * 8 + 4 * 8 + trained
+    counted = stage.parameter_counts(tmp_path / "model.safetensors", train_lm_head=False)
+    assert counted == {"parameters": total, "trained_parameters": trained}
+    counted = stage.parameter_counts(tmp_path / "model.safetensors", train_lm_head=True)
+    assert counted == {"parameters": total, "trained_parameters": trained + 4 * 8}
 
 
 @pytest.mark.parametrize(
