@@ -154,8 +154,10 @@ def plan(config: RunConfig) -> dict[str, Any]:
 def preflight(config: RunConfig) -> None:
     """Everything that can be known to be wrong before a server starts; raises InputError with one sentence."""
     from slipstream import serving
+    from slipstream.drafter import warm_start_check  # imports torch
     from slipstream.features import beside_training
     from slipstream.traces import prompt_set
+    from slipstream.vocabulary import kept
 
     verifier.check(config)
     verifier.identity(config.verifier)
@@ -164,6 +166,9 @@ def preflight(config: RunConfig) -> None:
     require_runner(config)
     if config.drafter.init_from and not Path(config.drafter.init_from).is_dir():
         raise InputError(f"{config.drafter.init_from}: no such checkpoint folder; set drafter.init_from or remove it")
+    warm_start_check.of_run(config)
+    if config.vocabulary.mapping == "init_from":
+        kept.of_warm_start(config, verifier.load_shape(config.verifier).vocab_size)
     drafter_shape.require_positions(config.verifier.max_model_len, drafter_shape.resolve(config), "drafter.shape")
     if config.features.store == "none":
         beside_training.count(config)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from prefect import task
-from prefect.artifacts import create_link_artifact, create_markdown_artifact
+from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.logging import get_run_logger
 
 from slipstream import serving
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
-from slipstream.drafter import page, stage
+from slipstream.drafter import page, stage, warm_start
 from tasks.progress import reporting
 from tasks.stage import options, show, wait_logger
 
@@ -39,6 +40,9 @@ def train(config: RunConfig, features: Artifact, vocabulary: Artifact) -> Artifa
             key=f"drafter-epoch-{epoch}",
             description=f"Expected accepted length on validation rows: {length}",
         )
+    if (begun := artifact.folder / warm_start.FILE).is_file():
+        started = f"What became of each tensor of {config.drafter.init_from}"
+        create_table_artifact(json.loads(begun.read_text()), key="drafter-warm-start", description=started)
     return show(artifact, "drafter", "Drafter")
 
 

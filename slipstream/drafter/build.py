@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slipstream import vocabulary
-from slipstream.drafter import verifier_parts
+from slipstream.drafter import verifier_parts, warm_start, warm_start_check
 from slipstream.drafter.job import Job
 from slipstream.drafter.layer_config import layer_config
 from slipstream.verifier import architectures
@@ -60,7 +60,7 @@ def empty(job: Job, draft_vocab_size: int, attention: str = "sdpa") -> Any:
 
 def build(job: Job, device: str) -> Any:
     """An `Eagle3DraftModel` in float32 on the CPU, seeded by `drafter.seed`, verifier weights loaded."""
-    from slipstream.drafter import warm_start
+    from speculators.train.distributed import get_rank
 
     torch.manual_seed(job.drafter.seed)
     t2d, d2t = (torch.from_numpy(array) for array in vocabulary.load(Path(job.vocabulary)))
@@ -69,5 +69,9 @@ def build(job: Job, device: str) -> Any:
     model.load_vocab_mappings(t2d, d2t)
     verifier_parts.load(model, Path(job.verifier), job.final_state)
     if job.drafter.init_from:
-        warm_start.apply(model, Path(job.drafter.init_from))
+        folder = Path(job.drafter.init_from)
+        checkpoint = warm_start_check.check(folder, job.shape, job.hidden_size, job.vocab_size, job.layer_ids)
+        fates = warm_start.apply(model, checkpoint, t2d.numpy())
+        if get_rank() == 0:
+            warm_start.record(fates, Path(job.metrics).parent)
     return model

@@ -5,6 +5,7 @@ drafter/<key>/
   epochs/<epoch>/        what servers load: `flat/` (vLLM, SGLang) and `speculators/` (vLLM), see `export`
   best                   link to the epoch with the longest expected accepted length on validation rows
   metrics.jsonl, train.log, job.json, about.json
+  warm_start.json        with `init_from`: what became of each of its tensors
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from slipstream import atomic, process, verifier
 from slipstream.artifact import Artifact, checksum, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
-from slipstream.drafter import checkpoints, curves, failure, metrics_file, trackers
+from slipstream.drafter import checkpoints, curves, failure, metrics_file, trackers, warm_start, warm_start_check
 from slipstream.drafter.about import about
 from slipstream.drafter.follower import Watch
 from slipstream.drafter.job import Job
@@ -83,7 +84,8 @@ def run(
     `on_epoch` is called with the drafter's folder after every epoch, its curves drawn, while training goes on.
     Raises Damaged when the feature store is incomplete or a sample is not as it was stored, before a step uses it;
     StageFailed when training ends early; TransientError when the training process was killed from outside or its
-    stream of states broke off (what it finished stays finished); InputError when a stream has no GPU for its server.
+    stream of states broke off (what it finished stays finished); InputError when a stream has no GPU for its server
+    or the drafter cannot start from `init_from` (`warm_start_check`).
     """
     recipe, inputs = _recipe(config), _inputs(config, features, vocabulary)
     name = stage_key(STAGE, VERSION, recipe, inputs)
@@ -92,6 +94,7 @@ def run(
             return done
         folder.reopen()
         require_complete(features.folder)
+        warm_start_check.of_run(config)
         require_usable(config, features)
         trackers.require(config.drafter.trackers)
         atomic.write_json(folder.path / ABOUT, about(config, features, vocabulary))
@@ -116,7 +119,7 @@ def run(
         exported = [path for exported_name in names for path in (folder.path / EPOCHS / exported_name).rglob("*")]
         files = [str(path.relative_to(folder.path)) for path in sorted(exported) if path.is_file()]
         files += [str(p.relative_to(folder.path)) for p in sorted(store.glob("*/*")) if p.is_file()]
-        made = ("job.json", ABOUT, metrics_file.FILE, curves.FILE)
+        made = ("job.json", ABOUT, metrics_file.FILE, curves.FILE, warm_start.FILE)
         files += [name for name in made if (folder.path / name).exists()]
         served = {
             epoch_name: [checksum(served_folder(folder.path, epoch_name) / file) for file in (CONFIG, WEIGHTS)]
