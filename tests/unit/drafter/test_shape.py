@@ -129,6 +129,30 @@ def test_other_families_get_a_decoder_of_their_own(name: str) -> None:
     assert ours.attention_scaling == theirs.attention_scaling
 
 
+@pytest.mark.parametrize(
+    ("hidden", "heads"),
+    [(1024, 8), (1152, 16), (2048, 16), (2560, 32), (4608, 48), (5120, 40), (6656, 64), (12288, 96)],
+)
+def test_heads_divide_the_hidden_size(hidden: int, heads: int) -> None:
+    """transformers refuses another number; 2560 (Qwen3-4B) over 24 or 4608 (Gemma 2 27B) over 40 would not go."""
+    text = FAMILIES["Llama-3.1-8B"] | {"num_hidden_layers": 36, "vocab_size": 1000, "hidden_size": hidden}
+    made = shape.from_verifier(shape_of(text, "config.json"))
+    assert (made.num_attention_heads, made.num_key_value_heads, made.head_dim) == (heads, 8, 128)
+    layer_config(made, hidden, 1000)
+
+
+def test_no_heads_that_divide_is_one_sentence() -> None:
+    text = FAMILIES["Llama-3.1-8B"] | {"num_hidden_layers": 36, "vocab_size": 1000, "hidden_size": 1027}
+    with pytest.raises(InputError, match=r"config\.json: hidden_size 1027 .*set drafter\.shape"):
+        shape.from_verifier(shape_of(text, "config.json"))
+
+
+def test_configured_heads_that_do_not_divide_are_refused(make_config: Make) -> None:
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 32, "intermediate_size": 8}
+    with pytest.raises(InputError, match="num_attention_heads 3 do not divide hidden_size 128"):
+        shape.resolve(make_config(drafter={"shape": heads}))
+
+
 def test_a_small_verifier_gets_four_heads(make_config: Make) -> None:
     """The pocket verifier's MLA dims (nope 32, rope 64, v 32) and its experts' width of 64 do not show."""
     made = shape.resolve(make_config(drafter=OWN))

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from slipstream import vocabulary
 from slipstream.config import RunConfig
+from slipstream.drafter import flat
 from slipstream.errors import InputError
 from slipstream.vocabulary import kept
 
@@ -44,6 +46,16 @@ def test_one_map_says_what_the_other_is(tmp_path: Path, tensors: dict[str, np.nd
     assert pair is not None
     assert (pair[0].dtype, pair[1].dtype) == (np.bool_, np.int64)
     assert [part.tolist() for part in pair] == [T2D.tolist(), D2T.tolist()]
+
+
+def test_maps_inside_the_weights_come_back_as_they_were(tmp_path: Path) -> None:
+    """Field report 33: both stand in model.safetensors of an export, and the round trip is exact."""
+    given = {"t2d": torch.from_numpy(T2D), "d2t": torch.from_numpy(D2T), "fc.weight": torch.ones(2, 2)}
+    held = flat.tensors(given)
+    pair = kept.read(checkpoint(tmp_path / "c", {name: value.numpy() for name, value in held.items()}))
+    assert pair is not None
+    assert [part.tolist() for part in pair] == [T2D.tolist(), D2T.tolist()]
+    assert pair[1].tolist() == [0, 0, 0, 2]
 
 
 def test_the_vocabulary_size_of_a_speculators_config(tmp_path: Path) -> None:

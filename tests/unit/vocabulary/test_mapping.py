@@ -18,7 +18,9 @@ T2D = np.array([True, True, True, False, False, True, False, False])
 D2T = np.array([0, 0, 0, 2])
 
 
-def test_the_published_example() -> None:
+def test_unseen_tokens_fill_a_vocabulary_larger_than_what_is_said() -> None:
+    """Field report 32: two tokens are said, four are wanted; the others follow by ascending id.  And 33: d2t holds
+    offsets, t2d marks exactly as many tokens."""
     selected = vocabulary.choose(COUNTS, 4, [])
     assert selected.tolist() == [0, 1, 2, 5]
     t2d, d2t = vocabulary.mappings(selected, 8)
@@ -29,7 +31,10 @@ def test_the_published_example() -> None:
 
 
 def test_absolute_ids_are_refused() -> None:
-    with pytest.raises(Damaged, match="OFFSET"):
+    """Field report 33: read as offsets they point past the vocabulary and disagree with t2d."""
+    with pytest.raises(
+        Damaged, match=r"d2t\[1\] is 1, which makes draft id 1 token 2 of 8, and t2d has token 1.*OFFSET"
+    ):
         vocabulary.check(T2D, np.array([0, 1, 2, 5]))
 
 
@@ -50,6 +55,7 @@ def test_what_breaks_an_invariant_is_refused(t2d: np.ndarray, d2t: np.ndarray, w
 
 
 def test_a_draft_larger_than_the_verifier_is_refused() -> None:
+    """Field report 32."""
     with pytest.raises(InputError, match="10 draft tokens are more than the verifier's 8"):
         vocabulary.choose(COUNTS, 10, [])
 
