@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from slipstream import rope, vocabulary
 from slipstream.drafter import engines, flat
-from slipstream.drafter.warm_start import canonical
+from slipstream.drafter.warm_start_source import canonical
 from slipstream.errors import Damaged, InputError
 
 CONFIG = "config.json"
