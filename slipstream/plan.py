@@ -110,8 +110,8 @@ def plan(config: RunConfig) -> dict[str, Any]:
     bytes_per_token = _bytes_per_token(config, len(layer_ids), shape.hidden_size)
     store = tokens * bytes_per_token
     parameters = _drafter_parameters(config, shape)
-    # weights and two moments in float32 to resume from, and the export, each epoch
-    checkpoint = parameters["trained"] * 8 + parameters["total"] * (4 + BYTES[config.verifier.dtype])
+    # weights and two moments in float32 to resume from, and the exports in two forms, each epoch
+    checkpoint = parameters["trained"] * 8 + parameters["total"] * (4 + 2 * BYTES[config.verifier.dtype])
     checkpoints = checkpoint * (config.drafter.epochs + config.drafter.keep_initial)
     free = free_bytes(config.root)
     trained_tokens = tokens * (1 - config.prompts.val_ratio) * config.drafter.epochs

@@ -69,7 +69,7 @@ def read(folder: Path, layer_ids: Sequence[int] | None = None) -> Opened:
         raise InputError(f"{path}: expected a JSON object")
     given = _files(folder)
     external = "speculators_model_type" not in config
-    config = _from_flat(config, path, layer_ids) if external else _spelled_out(config, path)
+    config = from_flat(config, path, layer_ids) if external else _spelled_out(config, path)
     _check(folder, config, given)
     tensors = {name: tensor for name, tensor in given.items() if not name.startswith(VERIFIERS)}
     return Opened(folder, config, tensors, external)
@@ -115,7 +115,7 @@ def _spelled_out(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {**config, "transformer_layer_config": own}
 
 
-def _from_flat(config: Mapping[str, Any], path: Path, layer_ids: Sequence[int] | None) -> dict[str, Any]:
+def from_flat(config: Mapping[str, Any], path: Path, layer_ids: Sequence[int] | None) -> dict[str, Any]:
     """The speculators config of a flat one."""
     made = config.get("architectures") or ["none"]
     if made[0] not in FLAT_ARCHITECTURES:

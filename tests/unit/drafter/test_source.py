@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream import cli
 from slipstream.artifact import Artifact, claim
-from slipstream.drafter import export, opened, source
+from slipstream.drafter import export, flat, opened, source
 from slipstream.errors import Damaged, InputError
 from tests.unit.drafter import tiny
 
@@ -161,6 +162,18 @@ def test_shards_and_a_prefix_are_one_checkpoint(tmp_path: Path) -> None:
     save_file({"fc.weight": whole["fc.weight"]}, given / "other.safetensors")
     with pytest.raises(InputError, match=r"fc\.weight is there twice"):
         opened.read(given)
+
+
+@pytest.mark.parametrize("name", ["aq-medai-kimi-k2.5", "lightseekorg-kimi-k2.5"])
+def test_a_published_drafters_config_comes_back_as_it_was_published(name: str) -> None:
+    """Field values of the published config.json files (slipstream/drafters), at Kimi-K2.5's shape."""
+    published = json.loads((resources.files("slipstream") / "drafters" / f"{name}.json").read_text())
+    read = opened.from_flat(published, Path(name), None)
+    written = flat.config(read, "bfloat16", name)
+    assert written["eagle_config"].items() >= published["eagle_config"].items()
+    fields = published.keys() - {"source", "eagle_config"}
+    assert {key: written[key] for key in fields} == {key: published[key] for key in fields}
+    assert written["eagle_aux_hidden_state_layer_ids"] == [2, 30, 58]
 
 
 def without(*names: str) -> dict[str, torch.Tensor]:
