@@ -36,7 +36,9 @@ VERIFIERS = ("kimi-k2.5", "deepseek-v3", "gpt-oss-120b", "gemma-3-27b-it", "llam
 CASES = {
     "default": DraftShape(**PLAIN, rope_theta=50000.0),
     "linear": DraftShape(**PLAIN, rope_scaling={"rope_type": "linear", "factor": 4.0}),
+    "dynamic": DraftShape(**PLAIN, rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
     "llama3": DraftShape(**PLAIN, rope_theta=5e5, rope_scaling=LLAMA3),
+    "llama4": DraftShape(**PLAIN, rope_theta=5e5, rope_scaling=LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0}),
     "yarn": DraftShape(**PLAIN, rope_theta=50000.0, rope_scaling=YARN),
     "yarn-betas": DraftShape(**PLAIN, rope_scaling=YARN | {"beta_fast": 24.0, "beta_slow": 2.0, "truncate": False}),
     "yarn-attention": DraftShape(**PLAIN, rope_scaling=YARN | {"attention_factor": 1.0}),
@@ -63,9 +65,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
             vocab_size=512,
             layer_ids=[2, 3, 5],
         )
-        said = flat.layer_defaults(json.loads(build.drafter_config(job, 320).to_json_string()))
+        said = json.loads(build.drafter_config(job, 320).to_json_string())
+        said["transformer_layer_config"] = layer_config(wanted, width(name), 512).to_dict()
         (home / name).mkdir()
-        (home / name / "config.json").write_text(json.dumps(flat.config(said, "float32")))
+        (home / name / "config.json").write_text(json.dumps(flat.config(said, "float32", name)))
     line = [str(SERVE), str(Path(__file__).with_name("rope_driver.py")), str(home / "out.npz")]
     line += [",".join(map(str, POSITIONS)), *(str(home / name) for name in CASES)]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

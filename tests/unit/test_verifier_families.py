@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream import verifier
+from slipstream import rope, verifier
 from slipstream.config import RopeScaling
 from slipstream.text_fields import TextFields
 
@@ -96,3 +96,26 @@ def test_the_language_models_fields_are_found_under_each_name(nest: str) -> None
     config = {"model_type": "outer", nest: {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9}}
     assert verifier.shape_of(config, "here").hidden_size == 8
     assert TextFields.of(config, "here").model_type == "outer"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("spelling", ["old", "new"])
+def test_41_a_drafter_inherits_rope_and_positions(nested: bool, spelling: str) -> None:
+    """The report's configuration: what a drafter's shape is made from, under both spellings and at both levels."""
+    scaling = {"type": "yarn", "factor": 32, "original_max_position_embeddings": 4096}
+    ropes: dict[str, dict[str, Any]] = {
+        "old": {"rope_scaling": scaling, "rope_theta": 50000},
+        "new": {"rope_parameters": {**scaling, "rope_theta": 50000}},
+    }
+    text = {"hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9, "max_position_embeddings": 131072} | ropes[
+        spelling
+    ]
+    shape = verifier.shape_of({"text_config": text} if nested else text, "config.json")
+    expected = RopeScaling(rope_type="yarn", factor=32, original_max_position_embeddings=4096)
+    assert (shape.rope(), shape.max_position_embeddings) == ((50_000.0, expected), 131072)
+    assert rope.parameters(*shape.rope()) == {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 50_000.0,
+    }
