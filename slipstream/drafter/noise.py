@@ -21,6 +21,8 @@ import torch
 from torch.utils.data import Sampler
 
 TOKENS_AT_ONCE = 16  # while they are in the core's cache
+DRAWS_A_WORD = 4  # of 16 bits in one of 64
+STEPS = 1 << 15  # from 0 to either end
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,16 @@ class Noise:
     def add(self, states: torch.Tensor, epoch: int, row: int) -> torch.Tensor:
         """`states` [tokens, values] of a store's row with the noise of that epoch, in memory of its own.
 
-        The sum is taken in float32.  A longer row begins with the draws of a shorter one.
+        A draw is one of 65,536 equally spaced ones, from two random bytes: 185 ms of CPU for 2,048 tokens of 3 x 7168,
+        against 257 with float32 draws.  The sum is taken in float32.  A longer row begins with a shorter one's draws.
         """
-        draws = np.random.Generator(np.random.SFC64(np.random.SeedSequence((self.seed, epoch, row))))
+        generator = np.random.SFC64(np.random.SeedSequence((self.seed, epoch, row)))
         noisy = torch.empty(states.shape, dtype=self.dtype)
         for start in range(0, len(states), TOKENS_AT_ONCE):
             part = states[start : start + TOKENS_AT_ONCE].float()
-            noise = draws.random(part.shape, dtype=np.float32)
-            noise -= 0.5
-            noise *= 2 * self.width
-            noisy[start : start + TOKENS_AT_ONCE] = part + torch.from_numpy(noise)
+            words = generator.random_raw(-(-part.numel() // DRAWS_A_WORD))
+            steps = torch.from_numpy(words.view(np.int16)[: part.numel()]).view(part.shape)
+            noisy[start : start + TOKENS_AT_ONCE] = torch.add(part, steps.float().add_(0.5), alpha=self.width / STEPS)
         return noisy
 
 
