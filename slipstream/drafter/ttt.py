@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from slipstream.drafter.ttt_attention import Layout, attend
 from slipstream.errors import InputError
+from slipstream.verifier_ends import capped
 
 Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LAYER = (
@@ -258,7 +259,8 @@ def _normed_auxiliary(model: Any, states: torch.Tensor, dtype: torch.dtype) -> t
 
 def _targets(model: Any, last: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The verifier's logits [n, draft vocabulary] for final states [n, hidden]."""
-    return functional.linear(model.verifier_norm(last).to(dtype), model.verifier_lm_head.weight.to(dtype))
+    logits = functional.linear(model.verifier_norm(last).to(dtype), model.verifier_lm_head.weight.to(dtype))
+    return capped(logits, getattr(model.verifier_lm_head, "cap", None))  # verifier_parts.CappedHead
 
 
 def _loss(

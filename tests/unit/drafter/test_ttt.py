@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from slipstream.config import DrafterConfig
 from slipstream.drafter import compute, ttt
 from slipstream.drafter.ttt_attention import Layout, attend
+from slipstream.drafter.verifier_parts import CappedHead
 from slipstream.errors import InputError
 
 HIDDEN, VOCABULARY, DRAFT, TOKENS = 32, 48, 24, 40
@@ -38,6 +39,7 @@ def make(kv_heads: int = 2, **options: Any) -> Any:
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
     )
+    cap = options.pop("cap", None)
     layer._attn_implementation = "eager"
     proposal = [GreedyTokenProposalConfig(speculative_tokens=3)]
     config = Eagle3SpeculatorConfig(
@@ -58,6 +60,8 @@ def make(kv_heads: int = 2, **options: Any) -> Any:
         for parameter in model.parameters():
             parameter.normal_(0, 0.3).add_(parameter.ndim == 1)
     model.lm_head.weight.requires_grad_(True)
+    if cap is not None:
+        model.verifier_lm_head = CappedHead(model.verifier_lm_head, cap)
     return model
 
 
@@ -101,6 +105,7 @@ def outcome(model: Any, batch: dict[str, torch.Tensor], **wanted: Any) -> tuple[
         ({"norm_before_residual": True}, {"loss": "ce"}),
         ({"norm_before_fc": True}, {"loss": json.dumps({"ce": 0.3, "kl_div": 0.7})}),
         ({"fc_norm": True, "norm_output": True}, {"loss": "tv"}),
+        ({"cap": 0.5}, {}),
     ],
 )
 def test_loss_and_gradients_are_speculators(options: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -195,7 +195,7 @@ def test_mappings_beside_a_store(tmp_path: Path, rows: list[Made]) -> None:
     assert counts.startswith(f"{folder / 'token_freq.pt'}: not used")
     assert "for 512 tokens and the verifier has 600" in mappings.describe(found, 600)[0]
     torch.save(torch.tensor([3, 5, 9]), folder / "d2t.pt")
-    assert "entry i must be the OFFSET" in mappings.describe(found, 512)[0]
+    assert "entry must be the OFFSET" in mappings.describe(found, 512)[0]
     np.save(folder / "d2t.npy", d2t.numpy())
     assert mappings.describe(open_store(folder).mappings, 512)[0].startswith(f"{folder / 'd2t.npy'}: intact")
     torch.save(Planted(str(tmp_path / "planted")), folder / "t2d.pt")
