@@ -1,8 +1,8 @@
 """Child processes that never outlive their parent: a small supervisor between the two.
 
-`start(command)` runs `python -m slipstream.process <parent pid> <scratch folder> command…`.  The supervisor leads
-a session of its own, adopts orphans (PR_SET_CHILD_SUBREAPER), and ends everything below it with SIGTERM,
-after a grace period with SIGKILL, as soon as
+`start(command)` runs `python -m slipstream.process <parent pid> <scratch folder> <grace in s> command…`.  The
+supervisor leads a session of its own, adopts orphans (PR_SET_CHILD_SUBREAPER), and ends everything below it with
+SIGTERM, after a grace period with SIGKILL, as soon as
 
 * the parent is gone, however it died (a pidfd tells; a parent-death signal would not do: it follows
   the creating thread, which in a task runner ends early, and grandchildren do not inherit it), or
@@ -38,8 +38,8 @@ PR_SET_CHILD_SUBREAPER = 36
 class Process:
     """A supervised command and its descendants."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], log: Path, scratch: str) -> None:
-        self._popen, self.log, self._scratch = popen, log, scratch
+    def __init__(self, popen: subprocess.Popen[bytes], log: Path, scratch: str, grace_s: float = GRACE_S) -> None:
+        self._popen, self.log, self._scratch, self._grace_s = popen, log, scratch, grace_s
         self.pid = popen.pid
 
     def returncode(self) -> int | None:
@@ -60,7 +60,7 @@ class Process:
         if self._popen.poll() is None:
             self._popen.send_signal(signal.SIGTERM)
         try:
-            self._popen.wait(GRACE_S + 10)
+            self._popen.wait(self._grace_s + 10)
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
@@ -82,14 +82,20 @@ class Process:
         return (named or lines or ["empty log"])[-1][:500]
 
 
-def start(command: Sequence[str], log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Process:
+def start(
+    command: Sequence[str],
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    grace_s: float = GRACE_S,
+) -> Process:
     """Starts `command` under a supervisor; stdout and stderr are appended to `log`.
 
-    `env` is added to this process's environment.
+    `env` is added to this process's environment; `grace_s` are the seconds from SIGTERM to SIGKILL.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     scratch = tempfile.mkdtemp(prefix="slipstream-")
-    supervisor = [sys.executable, "-m", "slipstream.process", str(os.getpid()), scratch, *command]
+    supervisor = [sys.executable, "-m", "slipstream.process", str(os.getpid()), scratch, str(grace_s), *command]
     try:
         with log.open("ab") as output:
             popen = subprocess.Popen(
@@ -104,7 +110,7 @@ def start(command: Sequence[str], log: Path, env: Mapping[str, str] | None = Non
     except OSError:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
-    return Process(popen, log, scratch)
+    return Process(popen, log, scratch, grace_s)
 
 
 def descendants(root: int) -> list[int]:
@@ -159,10 +165,10 @@ def _reap() -> None:
         return
 
 
-def _end_descendants() -> None:
+def _end_descendants(grace_s: float) -> None:
     me = os.getpid()
     _signal_all(descendants(me), signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + grace_s
     while time.monotonic() < deadline:
         _reap()
         if not descendants(me):
@@ -179,7 +185,7 @@ def _die_with_supervisor() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _supervise(parent: int, command: Sequence[str]) -> int:
+def _supervise(parent: int, grace_s: float, command: Sequence[str]) -> int:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         parent_fd = os.pidfd_open(parent)
@@ -204,16 +210,16 @@ def _supervise(parent: int, command: Sequence[str]) -> int:
     ready = {fd for fd, _ in poll.poll()}
     if child_fd in ready:
         status = child.wait()
-        _end_descendants()
+        _end_descendants(grace_s)
         return status if status >= 0 else 128 - status
-    _end_descendants()
+    _end_descendants(grace_s)
     return 128 + (asked[0] if asked else signal.SIGTERM)
 
 
 if __name__ == "__main__":
-    _parent, _scratch, *_command = sys.argv[1:]
+    _parent, _scratch, _grace_s, *_command = sys.argv[1:]
     try:
-        _status = _supervise(int(_parent), _command)
+        _status = _supervise(int(_parent), float(_grace_s), _command)
     finally:
         shutil.rmtree(_scratch, ignore_errors=True)
     sys.exit(_status)

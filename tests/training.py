@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,20 @@ class Driver:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def train(self, job: Path, world: int = 1, kill: dict[str, Any] | None = None) -> list[int]:
-        """Trains until the end or the kill; the exit status of each rank."""
+    def train(
+        self,
+        job: Path,
+        world: int = 1,
+        at: tuple[int, str] | None = None,
+        number: int = signal.SIGKILL,
+        ranks: Sequence[int] = (0, 1),
+    ) -> list[int]:
+        """Trains until the end, or until these ranks get a signal at a step and place; the exit status of each rank."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"job": str(job), "world": world, "kill": kill}) + "\n")
+        kill = {"step": at[0], "where": at[1], "number": number} if at else None
+        order = {"job": str(job), "world": world, "kill": kill, "killed": list(ranks)}
+        self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         statuses: list[int] = json.loads(self._process.stdout.readline())
         return statuses
@@ -71,7 +81,8 @@ def driver() -> Iterator[Driver]:
             yield Driver(process)
         finally:
             assert process.stdin is not None
-            process.stdin.close()
+            process.stdin.write("\n")  # closing it is not enough: a process that a test forked may have it open
+            process.stdin.flush()
 
 
 def inputs(run: Runner, rows: list[dict[str, Any]]) -> tuple[Artifact, Artifact]:

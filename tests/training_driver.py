@@ -1,16 +1,15 @@
 """The drafter's training process as one that can be killed at a chosen place, for the tests of resuming.
 
-Reads lines `{"job": path, "world": ranks, "kill": null | {"step": n, "where": place}}` and forks for each rank, so that
-imports are paid once; prints the exit statuses as a JSON list (-9 for a kill).  A rank runs `worker.attempt`, as the
-real process does, its output in `<job's folder>/driver.log`.  `where` is one of PLACES, the first of its kind at or
-after step n (0-based, over all epochs); every rank is killed there.
+Reads lines `{"job": path, "world": ranks, "kill": null | {"step": n, "where": place, "number": 9}, "killed": [0, 1]}`
+and forks for each rank, so that imports are paid once; prints the exit statuses as a JSON list (-9 for a kill).  A rank
+runs `worker.attempt`, as the real process does, its output in `<job's folder>/driver.log`.  `where` is one of PLACES,
+the first of its kind at or after step n (0-based, over all epochs), where the `killed` ranks get signal `number` once.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,20 +35,22 @@ PLACES = (
 ROOT = Path(__file__).parents[1]
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _plant(step: int, where: str) -> None:
-    """Replaces the function that is called at this place by one that kills."""
+def _plant(step: int, where: str, number: int) -> None:
+    """Replaces the function that is called at this place by one that sends the signal."""
     reached = [0]  # steps done
+    sent: list[int] = []
+
+    def send() -> None:
+        if not sent:
+            sent.append(number)
+            os.kill(os.getpid(), number)
 
     def before(owner: Any, name: str, ready: Callable[..., bool]) -> None:
         genuine = getattr(owner, name)
 
         def planted(*arguments: Any, **keywords: Any) -> Any:
             if ready(*arguments):
-                _die()
+                send()
             return genuine(*arguments, **keywords)
 
         setattr(owner, name, planted)
@@ -82,7 +83,7 @@ def _plant(step: int, where: str) -> None:
             record = genuine(path, tensors)
             if reached[0] >= step and path is not None and path.name == "optimizer.safetensors":
                 os.truncate(path, path.stat().st_size // 2)
-                _die()
+                send()
             return record
 
         tensor_file.write = cut
@@ -96,17 +97,17 @@ def _rank(order: dict[str, Any], rank: int, port: int) -> int:
     if order["world"] > 1:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": order["world"], "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    if order["kill"]:
+    if order["kill"] and rank in order["killed"]:
         _plant(**order["kill"])
     return worker.attempt(path)
 
 
 def main() -> None:
-    """Serves orders until the input ends."""
+    """Serves orders until an empty line."""
     torch.set_num_threads(1)
     os.fsync = lambda fd: None  # these tests kill processes, not machines
     print("ready", flush=True)
-    for line in sys.stdin:
+    while line := sys.stdin.readline().strip():
         order = json.loads(line)
         port, children = free_port(), []
         for rank in range(order["world"]):

@@ -11,6 +11,7 @@ drafter/<key>/
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from slipstream.drafter.follower import Watch
 from slipstream.drafter.job import Job
 from slipstream.drafter.layer_config import require_trained_shape
 from slipstream.drafter.refusals import require_usable
+from slipstream.drafter.retention import Retention
+from slipstream.drafter.retention import best as best_of
 from slipstream.drafter.shape import resolve
 from slipstream.errors import StageFailed, TransientError
 from slipstream.features import beside_training
@@ -41,6 +44,7 @@ STAGE, VERSION = "drafter", 2
 EPOCHS, CHECKPOINTS, BEST, FLAT = "epochs", "checkpoints", "best", "flat"
 ABOUT = "about.json"  # what the model cards of all epochs say
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+SAVING_S = 60.0  # for a last checkpoint: 12 GB of trained weights and moments at Kimi-K2.5's width
 
 
 def _recipe(config: RunConfig) -> dict[str, Any]:
@@ -100,21 +104,27 @@ def run(
         atomic.write_json(folder.path / ABOUT, about(config, features, vocabulary))
         store = folder.path / CHECKPOINTS
         before = checkpoints.finished_epochs(store)
+        retention = Retention(
+            store, config.drafter.keep_checkpoints == "all", lambda name: export_epoch(folder.path, name, config)
+        )
+        checkpoints.sweep(folder.path / EPOCHS)
         if len(before) < config.drafter.epochs or not _initial_ready(config, store):
             with _states(workdir, config) as leases:
                 job = _job(folder.path, config, features, vocabulary, leases)
-                _train(folder.path, job, config, Watch(folder.path, report, on_epoch), leases or [])
+                watch = Watch(folder.path, report, on_epoch)
+                _train(folder.path, job, config, watch, leases or [], retention)
         epochs = checkpoints.finished_epochs(store)
         expected = list(range(config.drafter.epochs))
         if epochs != expected:
             raise StageFailed(f"{folder.path / 'train.log'}: training ended with epochs {epochs} instead of {expected}")
         names = [checkpoints.INITIAL] if _initial_wanted(config) else []
         names += [str(epoch) for epoch in epochs]
-        checkpoints.sweep(folder.path / EPOCHS)
-        for epoch_name in names:
-            export_epoch(folder.path, epoch_name, config)
+        if _initial_wanted(config):
+            export_epoch(folder.path, checkpoints.INITIAL, config)
+        retention.poll()
         lengths = {epoch: checkpoints.accepted_length(store, epoch) for epoch in epochs}
-        best = str(max(lengths, key=lambda epoch: lengths[epoch])) if lengths else checkpoints.INITIAL
+        best_epoch = best_of(store, epochs)
+        best = checkpoints.INITIAL if best_epoch is None else str(best_epoch)
         _point(folder.path / BEST, Path(EPOCHS) / best)
         exported = [path for exported_name in names for path in (folder.path / EPOCHS / exported_name).rglob("*")]
         files = [str(path.relative_to(folder.path)) for path in sorted(exported) if path.is_file()]
@@ -202,31 +212,46 @@ def _job(
     )
 
 
-def _train(folder: Path, job: Job, config: RunConfig, watch: Watch, leases: Sequence[Lease]) -> None:
+def _command(job: Path, ranks: int) -> list[str]:
+    """What trains, under torchrun when several do."""
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
+    return [sys.executable, "-m", *torchrun, "slipstream.drafter.worker", str(job)]
+
+
+def _a_rank_was_killed(log: Path, begun: int) -> bool:
+    """Whether torchrun, whose own status is 1 then, reports a signal as what ended the first rank that ended."""
+    with log.open("rb") as file:
+        file.seek(begun)
+        _, _, cause = file.read().rpartition(b"Root Cause")
+    return re.search(rb"exitcode\s*:\s*-\d+", cause) is not None
+
+
+def _train(
+    folder: Path, job: Job, config: RunConfig, watch: Watch, leases: Sequence[Lease], retention: Retention
+) -> None:
     path = folder / "job.json"
     atomic.write_bytes(path, job.model_dump_json(indent=2).encode())
     failure.take(folder)  # of an earlier attempt
-    line = [sys.executable, "-m"]
     devices = config.drafter.devices
-    if len(devices) > 1:
-        line += ["torch.distributed.run", "--standalone", f"--nproc-per-node={len(devices)}", "-m"]
-    line += ["slipstream.drafter.worker", str(path)]
     env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     if not devices:
         env["OMP_WAIT_POLICY"] = "PASSIVE"  # spinning threads beside any other load: 4,400 tokens/s became 120
-    child = process.start(line, folder / "train.log", env)
+    log = folder / "train.log"
+    begun = log.stat().st_size if log.exists() else 0
+    child = process.start(_command(path, len(devices)), log, env, grace_s=SAVING_S)
     try:
         while (status := child.returncode()) is None:
             watch.poll()
+            retention.poll()
             if complaint := next(filter(None, (lease.complaint() for lease in leases)), None):
-                raise TransientError(f"{complaint}; run again: training continues after its last finished epoch")
+                raise TransientError(f"{complaint}; run again: training continues from its newest checkpoint")
             time.sleep(0.5)
         watch.poll()
     finally:
         child.stop()
     if status and (known := failure.take(folder)) is not None:
         raise known
-    if status > 128:
+    if status > 128 or (status and _a_rank_was_killed(log, begun)):
         raise TransientError(f"{child.log}: the training process was killed (status {status}): {child.complaint()}")
     if status:
         raise StageFailed(f"{child.log}: the training process failed with status {status}: {child.complaint()}")

@@ -12,12 +12,15 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slipstream.artifact import locked
 from slipstream.drafter import (
     build,
     checkpoints,
@@ -46,7 +49,6 @@ def _save_initial(model: Any, folder: Path) -> None:
 def _begin(job: Job) -> Path | None:
     """Clears what a killed process left; the checkpoint from which training continues, None to begin anew."""
     folder = Path(job.checkpoints)
-    folder.mkdir(parents=True, exist_ok=True)
     checkpoints.sweep(folder)
     newest = checkpoints.newest(folder)
     state = checkpoints.state(newest) if newest else {"next_epoch": 0, "global_step": 0}
@@ -99,9 +101,19 @@ def _trainer(job: Job, model: Any, device: str, resume_from: Path | None) -> Any
     return epochs.EpochTrainer(model, settings, train_loader, val_loader, device, course)
 
 
+@contextmanager
+def _alone(job: Job, rank: int) -> Iterator[None]:
+    """While the first rank holds the checkpoints: a process that ends a lost flow's training may still be saving."""
+    if rank:
+        yield
+        return
+    with locked(Path(job.checkpoints) / ".lock"):
+        yield
+
+
 def main(path: Path) -> None:
     """Trains what the job says; raises Interrupted when it was asked to end and its position is saved."""
-    from speculators.train.distributed import get_rank, is_distributed, maybe_destroy_distributed
+    from speculators.train.distributed import get_rank, maybe_destroy_distributed
 
     from slipstream.drafter import ranks
 
@@ -113,6 +125,15 @@ def main(path: Path) -> None:
     if device == "cpu":
         ranks.use_cpu()
     ranks.begin(device)
+    with _alone(job, get_rank()):
+        _train(job, device)
+    maybe_destroy_distributed()
+
+
+def _train(job: Job, device: str) -> None:
+    from speculators.train.distributed import get_rank, is_distributed
+
+    config = job.drafter
     decided = [_begin(job) if get_rank() == 0 else None]
     if is_distributed():
         torch.distributed.broadcast_object_list(decided)
@@ -121,7 +142,6 @@ def main(path: Path) -> None:
         _save_initial(model, Path(job.checkpoints))
     compute.prepare(model, config)
     _trainer(job, model, device, decided[0]).run_training()
-    maybe_destroy_distributed()
 
 
 def attempt(path: Path) -> int:

@@ -111,7 +111,7 @@ def test_every_stage_survives_kill_9(tmp_path: Path) -> None:
     assert gone(children), "the trainer outlived the killed flow"
     trained = epochs(work)
     assert 1 <= trained < 3
-    before = {p.name: (p / "model.safetensors").stat().st_mtime_ns for p in work.glob("drafter/*/checkpoints/[0-9]*")}
+    before = {p.name: (p / "training_state.json").stat().st_mtime_ns for p in work.glob("drafter/*/checkpoints/[0-9]*")}
 
     children = kill_when(lambda w: measuring(w) == 1, config, work)
     assert gone(children), "a server outlived the killed flow"
@@ -128,7 +128,7 @@ def test_every_stage_survives_kill_9(tmp_path: Path) -> None:
     assert f'"captured": {total - captured}' in shard
     assert stages["drafter"]["work"]["epochs_reused"] == trained
     assert stages["drafter"]["work"]["epochs_trained"] == 3 - trained
-    after = {p.name: (p / "model.safetensors").stat().st_mtime_ns for p in work.glob("drafter/*/checkpoints/[0-9]*")}
+    after = {p.name: (p / "training_state.json").stat().st_mtime_ns for p in work.glob("drafter/*/checkpoints/[0-9]*")}
     assert {name: after[name] for name in before} == before, "a finished epoch was written again"
     assert not list(work.glob("**/*.tmp")), "a temporary file was left"
 

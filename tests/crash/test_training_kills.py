@@ -27,7 +27,7 @@ def test_ten_kills_change_no_bit_of_weights_moments_and_metrics(tmp_path: Path) 
         places = [*PLACES, *chance.choices(PLACES, k=KILLS - len(PLACES))]
         chance.shuffle(places)
         for step, where in zip(sorted(chance.sample(range(len(expected)), KILLS)), places, strict=True):
-            assert driver.train(killed, kill={"step": step, "where": where}) == [-9], f"not killed {where}"
+            assert driver.train(killed, at=(step, where)) == [-9], f"not killed {where}"
         assert driver.train(killed) == [0]
     assert training.steps(killed) == expected
     assert training.validations(killed) == training.validations(undisturbed)

@@ -47,8 +47,7 @@ IMPATIENT = """
 import sys
 from slipstream import process
 
-process.GRACE_S = 0.3
-sys.exit(process._supervise(int(sys.argv[1]), sys.argv[2:]))
+sys.exit(process._supervise(int(sys.argv[1]), 0.3, sys.argv[2:]))
 """
 
 
