@@ -81,7 +81,7 @@ def _plant(step: int, where: str, number: int) -> None:
 
         def cut(path: Path | None, tensors: Any) -> Any:
             record = genuine(path, tensors)
-            if reached[0] >= step and path is not None and path.name == "optimizer.safetensors":
+            if reached[0] >= step and path is not None and path.name == "optimizer.state":
                 os.truncate(path, path.stat().st_size // 2)
                 send()
             return record

@@ -28,6 +28,7 @@ from slipstream.artifact import FileRecord, checksum, file_record
 
 INITIAL = "initial"
 RECORD, STATE, PRUNED, DAMAGED = "record.json", "training_state.json", "pruned", ".damaged"
+MODEL, TRAINED, OPTIMIZER = "model.safetensors", "trained.safetensors", "optimizer.state"
 METRICS = "val_metrics.json"
 REPLAY = "replay.json"
 NAME = re.compile(r"(?P<epoch>\d+)(-step-(?P<step>\d+))?")
@@ -166,8 +167,8 @@ def prune(folder: Path, epoch: int) -> None:
     path = folder / str(epoch)
     (path / PRUNED).touch()
     atomic.fsync_folder(path)  # from here on nobody takes the missing files for damage
-    for file in path.glob("*.safetensors"):
-        file.unlink()
+    for file in (path / name for name in (MODEL, OPTIMIZER)):
+        file.unlink(missing_ok=True)
 
 
 def validation_metrics(folder: Path, epoch: int) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """What a training continues from: trained tensors and optimizer state, whatever the number of ranks, bit for bit.
 
-Optimizer state is `optimizer.safetensors`, tensors named `<optimizer>.<parameter>.<state>` (`0.fc.weight.exp_avg`,
-`0.fc.weight.step`), in the type they have; learning rates are not in it, because a schedule is a function of the step
-(`schedule`).  Sharded parameters (FSDP) are gathered one at a time and cut again on reading.
+Optimizer state is `optimizer.state`, a safetensors file whose name keeps it from whoever loads every `*.safetensors` of
+a folder as weights (vLLM does).  Its tensors are named `<optimizer>.<parameter>.<state>` (`0.fc.weight.exp_avg`,
+`0.fc.weight.step`) and have the type they had; learning rates are not in it, because a schedule is a function of the
+step (`schedule`).  Sharded parameters (FSDP) are gathered one at a time and cut again on reading.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.artifact import FileRecord
 from slipstream.drafter import tensor_file
+from slipstream.drafter.checkpoints import MODEL, OPTIMIZER, TRAINED
 from slipstream.errors import Damaged
-
-MODEL, TRAINED, OPTIMIZER = "model.safetensors", "trained.safetensors", "optimizer.safetensors"
 
 
 def raw(model: Any) -> Any:

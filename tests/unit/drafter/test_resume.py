@@ -25,7 +25,7 @@ from slipstream.errors import Damaged, TransientError
 from tests import training
 from tests.unit.features.test_store import Runner, rows_of
 
-FILES = ("model.safetensors", "optimizer.safetensors")
+FILES = ("model.safetensors", "optimizer.state")
 FORWARD, VALIDATION = "before the backward pass", "in validation"
 PEAK = training.DRAFTER["learning_rate"]
 
@@ -79,6 +79,8 @@ def test_the_learning_rate_after_resume_is_that_of_an_undisturbed_run(
     first = next(step for epoch, step, _, _ in lines if epoch == 1)
     assert driver.train(stopped, world, at=(first, FORWARD)) == [-9] * world
     assert [path.name for path in (stopped.parent / "checkpoints").glob("[0-9]*")] == ["0"]
+    weights = [path.name for path in (stopped.parent / "checkpoints" / "0").glob("*.safetensors")]
+    assert weights == ["model.safetensors"]  # who loads a folder loads no moments
     assert driver.train(stopped, world) == [0] * world
     assert_same(stopped, whole, 4)
     total = len(lines)
@@ -141,7 +143,7 @@ def test_sigterm_saves_the_position(
     folder = stopped.parent / "checkpoints"
     assert [path.name for path in folder.glob("[0-9]*")] == [left]
     assert sorted(path.name for path in (folder / left).iterdir()) == [
-        "optimizer.safetensors",
+        "optimizer.state",
         "record.json",
         "trained.safetensors",
         "training_state.json",
@@ -171,7 +173,7 @@ def test_a_checkpoint_that_a_power_loss_cut_is_passed_over(
     assert driver.train(whole) == [0]
     second = next(step for epoch, step, _, _ in training.steps(whole) if epoch == 1)
     assert driver.train(cut, at=(second + 4, FORWARD)) == [-9]
-    file = cut.parent / "checkpoints" / "1-step-3" / "optimizer.safetensors"
+    file = cut.parent / "checkpoints" / "1-step-3" / "optimizer.state"
     file.write_bytes(file.read_bytes()[:-64])
     assert driver.train(cut) == [0]
     assert str(file) in (cut.parent / "driver.log").read_text()

@@ -16,7 +16,7 @@ def finish(store: Path, epoch: int, accepted_length: float) -> None:
     """A complete checkpoint of an epoch."""
     folder = store / str(epoch)
     folder.mkdir(parents=True)
-    for file in ("model.safetensors", "optimizer.safetensors"):
+    for file in ("model.safetensors", "optimizer.state"):
         (folder / file).write_text("x")
     (folder / "replay.json").write_text(json.dumps({"accepted_length": accepted_length}))
     checkpoints.seal(folder, {})
