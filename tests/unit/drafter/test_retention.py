@@ -67,7 +67,7 @@ def test_a_kill_while_an_epoch_is_dropped_leaves_it_finished(tmp_path: Path, mon
     for epoch in range(3):
         finish(tmp_path, epoch, 1.0)
 
-    def killed(self: Path) -> None:
+    def killed(self: Path, missing_ok: bool = False) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "unlink", killed)
