@@ -12,6 +12,7 @@ from typing import Any
 
 from slipstream import verifier
 from slipstream.config import DraftShape, RunConfig
+from slipstream.drafter import opened
 from slipstream.drafter import shape as drafter_shape
 from slipstream.drafter.warm_start_source import FLOATS, Checkpoint, read
 from slipstream.errors import InputError
@@ -25,27 +26,14 @@ NOT_COMPARED = frozenset({"num_layers", "max_position_embeddings"})
 
 def trained(shape: DraftShape, hidden: int, layers: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what training changes, the head apart; `layers`: auxiliary states a token."""
-    queries = shape.num_attention_heads * shape.head_dim
-    keys = shape.num_key_value_heads * shape.head_dim
-    tensors: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, layers * hidden),
-        "layers.0.self_attn.q_proj.weight": (queries, 2 * hidden),  # embedding and state side by side
-        "layers.0.self_attn.k_proj.weight": (keys, 2 * hidden),
-        "layers.0.self_attn.v_proj.weight": (keys, 2 * hidden),
-        "layers.0.self_attn.o_proj.weight": (hidden, queries),
-        "layers.0.mlp.gate_proj.weight": (shape.intermediate_size, hidden),
-        "layers.0.mlp.up_proj.weight": (shape.intermediate_size, hidden),
-        "layers.0.mlp.down_proj.weight": (hidden, shape.intermediate_size),
-        "layers.0.input_layernorm.weight": (hidden,),
-        "layers.0.hidden_norm.weight": (hidden,),
-        "layers.0.post_attention_layernorm.weight": (hidden,),
-        "norm.weight": (hidden,),
+    fields = shape.model_dump()
+    says = {
+        **fields,
+        "transformer_layer_config": {**fields, "hidden_size": hidden, "vocab_size": 0},
+        "eagle_aux_hidden_state_layer_ids": range(layers),
+        "draft_vocab_size": 0,
     }
-    if shape.norm_before_fc:
-        tensors["input_norm.weight"] = (layers * hidden,)
-    if shape.fc_norm:
-        tensors |= {f"fc_norm.{layer}.weight": (hidden,) for layer in range(layers)}
-    return tensors
+    return {name: size for name, size in opened.expected(says).items() if name not in OTHERS}
 
 
 def of_run(config: RunConfig) -> Checkpoint | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slipstream.config import RunConfig, load_config
-from slipstream.drafter import build, shape
+from slipstream.drafter import build, flat, opened, shape
 from slipstream.drafter.job import Job
 from slipstream.drafter.layer_config import layer_config
 from slipstream.plan import plan
@@ -80,6 +81,16 @@ def test_names_and_shapes_are_the_published_ones(kimi_drafter: Any) -> None:
     kept = {name: tuple(value.shape) for name, value in kimi_drafter.state_dict().items() if "verifier" not in name}
     assert kept == NAMES
     assert kimi_drafter.lm_head.weight.device.type == "meta"
+
+
+def test_its_flat_config_has_the_published_values(kimi_drafter: Any) -> None:
+    """Every field that AQ-MedAI's config.json states, layer ids included."""
+    published = json.loads((resources.files("slipstream") / "drafters" / "aq-medai-kimi-k2.5.json").read_text())
+    said = opened._spelled_out(json.loads(kimi_drafter.config.to_json_string()), Path("config.json"))
+    written = flat.config(said, "bfloat16", "config.json")
+    for field, value in published.items():
+        if field != "source":
+            assert written[field] == value, field
 
 
 @pytest.mark.parametrize(("train_lm_head", "trained"), [(True, 1_190.9), (False, 961.6)])
