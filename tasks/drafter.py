@@ -35,7 +35,7 @@ def train(config: RunConfig, features: Artifact, vocabulary: Artifact) -> Artifa
     for epoch, length in counts["expected_accepted_length"].items():
         best = " (best)" if epoch == counts["best_epoch"] else ""
         create_link_artifact(
-            (artifact.folder / stage.EPOCHS / epoch).as_uri(),
+            stage.served_folder(artifact.folder, epoch).as_uri(),
             link_text=f"epoch {epoch}{best}",
             key=f"drafter-epoch-{epoch}",
             description=f"Expected accepted length on validation rows: {length}",

@@ -17,7 +17,7 @@ import yaml
 
 from slipstream import serving
 from slipstream.drafter import checkpoints, engines
-from slipstream.drafter.opened import Opened
+from slipstream.drafter.opened import EMBEDDING, Opened
 from slipstream.traces.report import cell, fenced
 
 MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -103,7 +103,7 @@ def _text(value: Any) -> str:
 def vllm_command(base: str, name: str, serve: Mapping[str, Any]) -> str:
     """The command that serves a verifier with a drafter on vLLM; `serve` is `about.about`'s section."""
     spec = serving.speculative_server(Path(name), serve.get("draft_tokens", 3))
-    return shlex.join(["vllm", "serve", base, *serve.get("arguments", []), *spec.args])
+    return shlex.join(["python", *serving.LAUNCH, "--model", base, *serve.get("arguments", []), *spec.args])
 
 
 def sglang_command(base: str, name: str, serve: Mapping[str, Any]) -> str:
@@ -120,6 +120,8 @@ def _serve(drafter: Opened, form: engines.Form, facts: Mapping[str, Any], base: 
     serve = facts.get("serve", {})
     written = facts.get("engine")
     shown = []
+    if EMBEDDING not in drafter.tensors:
+        shown.append("It has no embedding of its own: servers share the verifier's (vLLM: not across pipeline stages).")
     for engine, command in (("vLLM", vllm_command), ("SGLang", sglang_command)):
         reason = engines.refusal(drafter.config, form, "vllm" if engine == "vLLM" else "sglang")
         if reason is not None:

@@ -84,8 +84,8 @@ def _make(
     temporary = target.parent / checkpoints.temporary_name(target.name)
     shutil.rmtree(temporary, ignore_errors=True)
     drafter = cast(opened.read(checkpoint), dtype)
-    for form in engines.FORMS:
-        write(drafter, temporary / form, form, dtype, embeddings, facts=facts)
+    write(drafter, temporary / FLAT, "flat", dtype, embeddings, facts=facts)
+    write(drafter, temporary / SPECULATORS, "speculators", dtype, facts=facts)  # to go on from: whole
     atomic.write_json(temporary / FACTS, facts)
     atomic.write_json(temporary / RECORD, record)
     checkpoints.publish(target.parent, target.name)
@@ -118,9 +118,11 @@ def write(
     require_auxiliary(drafter)
     if engine or form == "flat":  # what vLLM cannot load flat has no flat form
         engines.require(drafter.config, form, engine or "vllm", drafter.folder)
+    if not embeddings:
+        drafter = without_embedding(drafter)
     if form == "flat":
         config = flat.config(drafter.config, dtype, drafter.folder, sglang=engine == "sglang")
-        tensors = flat.tensors(drafter.tensors, embeddings)
+        tensors = flat.tensors(drafter.tensors)
     else:
         config, tensors = speculators_config(drafter, dtype), drafter.tensors
     folder.mkdir(parents=True)
@@ -131,6 +133,19 @@ def write(
         folder / CARD, card.render(drafter, form, {**(facts or {}), "engine": engine}, name or folder.name).encode()
     )
     atomic.fsync_folder(folder)
+
+
+def without_embedding(drafter: opened.Opened) -> opened.Opened:
+    """The drafter without its embedding; raises InputError where no server can share the verifier's."""
+    hidden = drafter.config["transformer_layer_config"]["hidden_size"]
+    width = drafter.config.get("target_hidden_size") or hidden
+    if width != hidden:
+        raise InputError(
+            f"{drafter.folder}: not without its embedding: the drafter is {hidden} wide and the verifier's embedding "
+            f"{width}"
+        )
+    kept = {name: tensor for name, tensor in drafter.tensors.items() if name != opened.EMBEDDING}
+    return replace(drafter, tensors=kept)
 
 
 def speculators_config(drafter: opened.Opened, dtype: Dtype) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 The auxiliary layer ids stand at the top level (vLLM's runners read those first, its V2 runner those alone) and in
 `eagle_config` (SGLang, and vLLM for their number); the final layer's id is never among them.  Rope is written in the
-old spelling (SGLang, transformers 4) and the new one (transformers 5) with the same values.  The head is always inside;
-without the embedding vLLM and SGLang share the verifier's, whose rows have the drafter's width.
+old spelling (SGLang, transformers 4) and the new one (transformers 5) with the same values.  The head is always inside.
+Without the embedding both servers share the verifier's, whose rows must have the drafter's width (vLLM 0.32:
+v1/spec_decode/llm_base_proposer.py, not under pipeline parallelism, where it would stay as it was made).
 """
 
 from __future__ import annotations
@@ -19,22 +20,19 @@ from slipstream.drafter import engines
 from slipstream.errors import Damaged
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-EMBEDDING = "embed_tokens.weight"
 TENSORS = (
-    *(EMBEDDING, "fc.weight", "layers.0.", "norm.weight", "lm_head.weight", "d2t", "t2d"),
+    *("embed_tokens.weight", "fc.weight", "layers.0.", "norm.weight", "lm_head.weight", "d2t", "t2d"),
     *("input_norm.weight", "fc_norm."),  # with norm_before_fc, with fc_norm
 )
 
 
-def tensors(given: Mapping[str, torch.Tensor], embeddings: bool = True) -> dict[str, torch.Tensor]:
-    """A speculators checkpoint's tensors under the flat form's names, the embedding only if wanted.
+def tensors(given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A speculators checkpoint's tensors under the flat form's names.
 
     Raises Damaged for a tensor that the flat form has no name for.
     """
     flat: dict[str, torch.Tensor] = {}
     for name, tensor in given.items():
-        if name == EMBEDDING and not embeddings:
-            continue
         if not name.startswith(TENSORS):
             raise Damaged(f"tensor {name} has no place in the flat EAGLE-3 form (one decoder layer)")
         flat[name.replace("layers.0.", "midlayer.", 1)] = tensor

@@ -24,7 +24,7 @@ from slipstream.errors import Damaged, InputError
 
 CONFIG = "config.json"
 VERIFIERS = ("verifier_norm.", "verifier_lm_head.")  # the verifier's own, for training only
-MAPS = ("d2t", "t2d")
+MAPS, EMBEDDING = ("d2t", "t2d"), "embed_tokens.weight"
 FLAT_ARCHITECTURES = (flat.ARCHITECTURE, "Eagle3LlamaForCausalLM")
 LAYER_FIELDS = (
     *(
@@ -186,7 +186,7 @@ def _check(folder: Path, config: Mapping[str, Any], given: Mapping[str, torch.Te
             f"{folder}: no {' and no '.join(missing)}, and its {config['draft_vocab_size']} draft tokens are not the "
             f"verifier's {layer['vocab_size']}: without the mapping every draft id would mean another token"
         )
-    if missing := [name for name in shapes if name not in given and name != flat.EMBEDDING]:
+    if missing := [name for name in shapes if name not in given and name != EMBEDDING]:
         raise InputError(f"{folder}: tensor {missing[0]} is missing ({len(missing)} in all)")
     for name, tensor in given.items():
         if name in shapes and tuple(tensor.shape) != shapes[name]:

@@ -67,7 +67,7 @@ def test_the_card_names_repository_and_base_model(drafter: Path, tmp_path: Path)
         assert card.data.base_model == "moonshotai/Kimi-K2.5"
         assert "eagle3" in card.data.tags
         assert '"model": "org/k-eagle3"' in card.text
-        assert "vllm serve moonshotai/Kimi-K2.5 " in card.text
+        assert "--model moonshotai/Kimi-K2.5 " in card.text
 
 
 @pytest.mark.parametrize("name", ["kimi", "org/", "/x", "org/a/b", "org/a b", "../x/y", "http://h/org/x"])

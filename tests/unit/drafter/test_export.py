@@ -57,6 +57,16 @@ def test_embeddings_are_left_out_when_servers_shall_share_the_verifiers(checkpoi
     assert "embed_tokens.weight" not in names
     assert {"lm_head.weight", "fc.weight", "norm.weight"} <= names
     assert "embed_tokens.weight" in load_file(folder / "speculators" / "model.safetensors")
+    assert "share the verifier's" in (folder / "flat" / "README.md").read_text()
+    assert "share the verifier's" not in (folder / "speculators" / "README.md").read_text()
+
+
+def test_a_drafter_of_another_width_keeps_its_embedding(checkpoint: Path) -> None:
+    """vLLM keeps the drafter's own where the widths differ, and nothing would have filled it."""
+    tiny.save(checkpoint, tiny.config(target_hidden_size=16), tiny.tensors(**{"fc.weight": torch.ones(8, 48)}))
+    with pytest.raises(InputError, match="8 wide and the verifier's embedding 16"):
+        exported(checkpoint, embeddings=False)
+    assert read(exported(checkpoint) / "flat")["target_hidden_size"] == 16
 
 
 @pytest.mark.parametrize("form", ["flat", "speculators"])
