@@ -31,7 +31,7 @@ demo: install
 	$(VENV)/bin/slipstream run deployments/pocket.yaml
 
 test: install
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n 2 --dist loadgroup
 
 lint: install
 	$(VENV)/bin/ruff check .

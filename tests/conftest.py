@@ -20,10 +20,20 @@ os.environ.update(
 )
 
 
+SHARED = ("pocket_run", "smoke_run")  # runs of a session: whoever needs one stays with the worker that made it
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first: unit, contract, then what starts servers."""
+    """Quick tests first in one process; with several, what takes long first and every file with one worker."""
     order = {"unit": 0, "contract": 1, "crash": 2, "e2e": 3}
-    items.sort(key=lambda item: order.get(item.path.relative_to(ROOT / "tests").parts[0], 9))
+    parts = {item: item.path.relative_to(ROOT / "tests").parts[0] for item in items}
+    several = "PYTEST_XDIST_WORKER" in os.environ
+    for item in items:
+        runs = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
+        item.add_marker(pytest.mark.xdist_group(runs[0] if runs else item.path.relative_to(ROOT).as_posix()))
+    items.sort(key=lambda item: order.get(parts[item], 9), reverse=several)
+    if several:
+        items.sort(key=lambda item: "pocket_run" not in getattr(item, "fixturenames", ()))
 
 
 @dataclass(frozen=True)
