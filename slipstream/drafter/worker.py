@@ -34,7 +34,8 @@ from slipstream.drafter import (
 )
 from slipstream.drafter.interruption import STATUS, Interrupted, Interruption
 from slipstream.drafter.job import Job
-from slipstream.errors import SlipstreamError, TransientError
+from slipstream.drafter.peers import lost_peer
+from slipstream.errors import SlipstreamError, StageFailed, TransientError
 
 
 def _save_initial(model: Any, folder: Path) -> None:
@@ -156,8 +157,12 @@ def attempt(path: Path) -> int:
         sentence = f"{path.parent}: training was asked to end and saved its position; run again to continue it"
         failure.record(path.parent, TransientError(sentence))
         return STATUS
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        if "LOCAL_RANK" in os.environ and not lost_peer(error):
+            # left for the stage: torchrun's report does not tell what ended first from what that ended
+            said = " ".join(str(error).split())[:500]
+            failure.record(path.parent, StageFailed(f"{path.parent}: {type(error).__name__} in training: {said}"))
         return 1
     return 0
 
