@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from slipstream import rope, vocabulary
-from slipstream.drafter import engines, flat, training_state
+from slipstream.drafter import engines, flat
 from slipstream.drafter.warm_start_source import canonical
 from slipstream.errors import Damaged, InputError
 
@@ -76,7 +76,7 @@ def read(folder: Path, layer_ids: Sequence[int] | None = None) -> Opened:
 
 
 def _files(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(path for path in folder.glob("*.safetensors") if path.name != training_state.OPTIMIZER)
+    files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise InputError(f"{folder}: no .safetensors file, so there are no weights to export")
     tensors: dict[str, torch.Tensor] = {}

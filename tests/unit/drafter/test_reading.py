@@ -201,7 +201,7 @@ def test_missing_files_fail_in_seconds_by_name_and_nothing_starts(run: Runner, m
     made = run(ROWS)
     for row in (2, 7):
         (made.folder / "hidden_states" / f"hs_{row}.safetensors").unlink()
-    monkeypatch.setattr(process, "start", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(process, "start", lambda *_, **__: pytest.fail("something was started"))
     began, asked, config = time.monotonic(), len(run.asked()), run.make(drafter=DRAFTER)
     words = vocabulary.run(run.root, config, run.traces(ROWS))
     monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("somebody was asked"))
@@ -227,7 +227,7 @@ def test_a_changed_loss_mask_stops_training_before_it_starts(
     file.write_bytes(data)
     assert list(datasets.load_from_disk(made.path).with_format(None)["loss_mask"]) != list(masks)
     assert made.verify() == []
-    monkeypatch.setattr(process, "start", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(process, "start", lambda *_, **__: pytest.fail("something was started"))
     with pytest.raises(Damaged, match=r"1 of its files .*\.arrow \(checksum differs\); run `slipstream verify --deep"):
         trained(run, made, config)
 

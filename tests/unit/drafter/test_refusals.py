@@ -31,7 +31,7 @@ def stub() -> Iterator[StubServer]:
 @pytest.fixture
 def run(tmp_path: Path, stub: StubServer, make_config: Any, monkeypatch: pytest.MonkeyPatch) -> Runner:
     """Traces and stores in the test's own work directory, where nothing may start."""
-    monkeypatch.setattr(process, "start", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(process, "start", lambda *_, **__: pytest.fail("a process was started"))
     monkeypatch.setattr(beside_training, "serving_states", lambda *_: pytest.fail("a server was started"))
     return Runner(tmp_path / "work", stub, make_config)
 
