@@ -32,13 +32,13 @@ def train(config: RunConfig, features: Artifact, vocabulary: Artifact) -> Artifa
         artifact = stage.run(config.root, config, features, vocabulary, report, wait_logger(), _show_epochs)
     _show_epochs(artifact.folder)
     counts = artifact.manifest().counts
-    for epoch, length in counts["expected_accepted_length"].items():
+    for epoch, length in counts["accepted_length"].items():
         best = " (best)" if epoch == counts["best_epoch"] else ""
         create_link_artifact(
             stage.served_folder(artifact.folder, epoch).as_uri(),
             link_text=f"epoch {epoch}{best}",
             key=f"drafter-epoch-{epoch}",
-            description=f"Expected accepted length on validation rows: {length}",
+            description=f"Accepted length, replayed on validation rows: {length}",
         )
     if (begun := artifact.folder / warm_start.FILE).is_file():
         started = f"What became of each tensor of {config.drafter.init_from}"

@@ -175,25 +175,3 @@ def validation_metrics(folder: Path, epoch: int) -> dict[str, float]:
     """speculators' validation metrics of a finished epoch."""
     metrics: dict[str, float] = json.loads((folder / str(epoch) / METRICS).read_text())
     return metrics
-
-
-def accepted_length(folder: Path, epoch: int) -> float:
-    """The figure that names the best epoch: tokens a verifier step yields on validation rows."""
-    replay = folder / str(epoch) / REPLAY
-    if replay.exists():
-        return float(json.loads(replay.read_bytes())["accepted_length"])
-    return expected_accepted_length(validation_metrics(folder, epoch))
-
-
-def expected_accepted_length(metrics: dict[str, float]) -> float:
-    """1 + the sum over k of the probability that drafts 1 … k are all right, from validation metrics.
-
-    `cond_acc_k_epoch` is the share of right drafts at step k where all before it were right (teacher-forced),
-    so the product over steps is the probability of a chain.  Source: speculators.models.eagle3.metrics.
-    """
-    length, chain, step = 1.0, 1.0, 0
-    while (accuracy := metrics.get(f"cond_acc_{step}_epoch")) is not None:
-        chain *= accuracy
-        length += chain
-        step += 1
-    return length

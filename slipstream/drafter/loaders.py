@@ -39,6 +39,10 @@ class Rows(Dataset[Any]):
         """The row of the store that an index of this split means."""
         return int(self._dataset.start_file_idx + index)
 
+    def lengths(self) -> list[int]:
+        """Tokens of each row as training sees it: every token but the first has a state before it."""
+        return [length - 1 for length in self._dataset.approx_lengths]
+
     def __getitem__(self, at: int | tuple[int, int]) -> Any:
         from speculators.train.recovery import SampleUnavailable
 

@@ -6,15 +6,10 @@ A checkpoint of Kimi-K2.5's width is 20 GB.  Once an epoch is exported, its chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.drafter import checkpoints
-
-
-def best(store: Path, epochs: Sequence[int]) -> int | None:
-    """The epoch with the longest accepted length, the earliest of equals; None without one."""
-    return max(epochs, key=lambda epoch: checkpoints.accepted_length(store, epoch), default=None)
+from slipstream.drafter import checkpoints, selection
 
 
 class Retention:
@@ -35,6 +30,7 @@ class Retention:
         self._seen = epochs
         if self._keep_all:
             return
+        best = selection.best(selection.lengths(self._store))
         for epoch in epochs[:-1]:
-            if epoch != best(self._store, epochs):
+            if epoch != best:
                 checkpoints.prune(self._store, epoch)

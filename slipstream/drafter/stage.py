@@ -3,7 +3,8 @@
 drafter/<key>/
   checkpoints/           what training resumes from, see `checkpoints`
   epochs/<epoch>/        what servers load: `flat/` (vLLM, SGLang) and `speculators/` (vLLM), see `export`
-  best                   link to the epoch with the longest expected accepted length on validation rows
+  best                   link to the epoch with the longest accepted length on validation rows (`selection`)
+  replay.json            each epoch's figures from its replay on validation rows
   metrics.jsonl, train.log, job.json, about.json
   warm_start.json        with `init_from`: what became of each of its tensors
 """
@@ -14,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,22 @@ from slipstream import atomic, process, verifier
 from slipstream.artifact import Artifact, checksum, claim, stage_key
 from slipstream.config import RunConfig
 from slipstream.digest import digest
-from slipstream.drafter import checkpoints, curves, failure, metrics_file, trackers, warm_start, warm_start_check
+from slipstream.drafter import (
+    checkpoints,
+    curves,
+    failure,
+    metrics_file,
+    selection,
+    trackers,
+    warm_start,
+    warm_start_check,
+)
 from slipstream.drafter.about import about
 from slipstream.drafter.follower import Watch
 from slipstream.drafter.job import Job
 from slipstream.drafter.layer_config import require_trained_shape
 from slipstream.drafter.refusals import require_usable
 from slipstream.drafter.retention import Retention
-from slipstream.drafter.retention import best as best_of
 from slipstream.drafter.shape import resolve
 from slipstream.errors import StageFailed, TransientError
 from slipstream.features import beside_training
@@ -83,7 +92,7 @@ def run(
     on_wait: Callable[[str], None] | None = None,
     on_epoch: Callable[[Path], None] | None = None,
 ) -> Artifact:
-    """Trains the epochs that are not finished, exports each, picks the best.
+    """Trains the epochs that are not finished, exports each, picks the best by its replay.
 
     `on_epoch` is called with the drafter's folder after every epoch, its curves drawn, while training goes on.
     Raises Damaged when the feature store is incomplete or a sample is not as it was stored, before a step uses it;
@@ -108,28 +117,30 @@ def run(
             store, config.drafter.keep_checkpoints == "all", lambda name: export_epoch(folder.path, name, config)
         )
         checkpoints.sweep(folder.path / EPOCHS)
-        if len(before) < config.drafter.epochs or not _initial_ready(config, store):
+        if not _complete(config, selection.lengths(store)) or not _initial_ready(config, store):
             with _states(workdir, config) as leases:
                 job = _job(folder.path, config, features, vocabulary, leases)
                 watch = Watch(folder.path, report, on_epoch)
                 _train(folder.path, job, config, watch, leases or [], retention)
-        epochs = checkpoints.finished_epochs(store)
-        expected = list(range(config.drafter.epochs))
-        if epochs != expected:
-            raise StageFailed(f"{folder.path / 'train.log'}: training ended with epochs {epochs} instead of {expected}")
+        lengths = selection.lengths(store)
+        epochs = sorted(lengths)
+        if epochs != list(range(len(epochs))) or not _complete(config, lengths):
+            wanted = f"{config.drafter.epochs} epochs"
+            raise StageFailed(f"{folder.path / 'train.log'}: training ended with epochs {epochs} instead of {wanted}")
         names = [checkpoints.INITIAL] if _initial_wanted(config) else []
         names += [str(epoch) for epoch in epochs]
         if _initial_wanted(config):
             export_epoch(folder.path, checkpoints.INITIAL, config)
         retention.poll()
-        lengths = {epoch: checkpoints.accepted_length(store, epoch) for epoch in epochs}
-        best_epoch = best_of(store, epochs)
-        best = checkpoints.INITIAL if best_epoch is None else str(best_epoch)
+        longest = selection.best(lengths)
+        best = checkpoints.INITIAL if longest is None else str(longest)
+        replays = {epoch_name: selection.figures(store, epoch_name) for epoch_name in names}
+        atomic.write_json(folder.path / checkpoints.REPLAY, replays)
         _point(folder.path / BEST, Path(EPOCHS) / best)
         exported = [path for exported_name in names for path in (folder.path / EPOCHS / exported_name).rglob("*")]
         files = [str(path.relative_to(folder.path)) for path in sorted(exported) if path.is_file()]
         files += [str(p.relative_to(folder.path)) for p in sorted(store.glob("*/*")) if p.is_file()]
-        made = ("job.json", ABOUT, metrics_file.FILE, curves.FILE, warm_start.FILE)
+        made = ("job.json", ABOUT, metrics_file.FILE, curves.FILE, warm_start.FILE, checkpoints.REPLAY)
         files += [name for name in made if (folder.path / name).exists()]
         served = {
             epoch_name: [checksum(served_folder(folder.path, epoch_name) / file) for file in (CONFIG, WEIGHTS)]
@@ -144,11 +155,16 @@ def run(
             counts={
                 "epochs": len(epochs),
                 "best_epoch": best,
-                "expected_accepted_length": {str(e): round(length, 4) for e, length in lengths.items()},
+                "accepted_length": {name: round(found["accepted_length"], 4) for name, found in replays.items()},
                 **parameter_counts(served_folder(folder.path, best) / WEIGHTS, config.drafter.train_lm_head),
             },
             work={"epochs_trained": len(epochs) - len(before), "epochs_reused": len(before)},
         )
+
+
+def _complete(config: RunConfig, lengths: Mapping[int, float]) -> bool:
+    """Whether the epochs with these accepted lengths are all that there will be."""
+    return selection.over(lengths, config.drafter.epochs, config.drafter.early_stop_patience)
 
 
 def _initial_wanted(config: RunConfig) -> bool:

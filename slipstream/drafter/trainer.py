@@ -37,7 +37,15 @@ from speculators.train.trainer import Trainer
 from speculators.train.utils import normalize_counted_metrics
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.drafter import checkpoints, compute, guards, schedule, training_state
+from slipstream.drafter import (
+    checkpoints,
+    compute,
+    guards,
+    schedule,
+    selection,
+    training_state,
+    validation_replay,
+)
 from slipstream.drafter.checkpoints import Position
 from slipstream.drafter.guards import Guard
 from slipstream.drafter.interruption import Interrupted, Interruption, Watched
@@ -60,6 +68,8 @@ class Course:
     checkpoint_steps: int | None
     interruption: Interruption
     max_loss_factor: float
+    replay: Callable[[Any], dict[str, Any]]
+    patience: int | None = None
     before_publishing: Callable[[], None] = lambda: None
 
 
@@ -149,8 +159,9 @@ class EpochTrainer(Trainer):
             raise
 
     def ended(self) -> bool:
-        """Whether training stops before its last epoch, by what the finished epochs' checkpoints hold."""
-        return False
+        """Whether training is complete, by what the finished epochs' checkpoints hold: the same on every rank."""
+        found = selection.lengths(Path(self.config.save_path))
+        return selection.over(found, self.config.num_epochs, self.course.patience)
 
     def train_epoch(self, epoch: int, *, step_callback: Any = None) -> None:
         """Trains the steps of an epoch that are not done."""
@@ -234,7 +245,10 @@ class EpochTrainer(Trainer):
         metrics = self.val_epoch(epoch) or {}
         if wrong := sorted(name for name, value in metrics.items() if not math.isfinite(value)):
             raise StageFailed(f"epoch {epoch}: validation metric {wrong[0]} is not finite; lower drafter.learning_rate")
-        return {checkpoints.METRICS: metrics}
+        replayed = self.course.replay(self.model)
+        line = {"replay": validation_replay.flat(replayed), "epoch": epoch}
+        speculators_trainer.metric_logger.info(line, extra={"step": self.global_step})
+        return {checkpoints.METRICS: metrics, checkpoints.REPLAY: replayed}
 
     # Checkpoints
 

@@ -8,18 +8,19 @@ that this project raises, and an interruption, is left beside the job (`failure`
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slipstream import atomic
 from slipstream.artifact import locked
 from slipstream.drafter import (
     build,
@@ -29,32 +30,40 @@ from slipstream.drafter import (
     loaders,
     losses,
     metrics_file,
+    replay_rows,
     trackers,
     training_state,
+    validation_replay,
 )
-from slipstream.drafter.interruption import STATUS, Interrupted, Interruption
+from slipstream.drafter.interruption import STATUS, Interrupted, Interruption, Watched
 from slipstream.drafter.job import Job
 from slipstream.drafter.peers import lost_peer
 from slipstream.errors import SlipstreamError, StageFailed, TransientError
 
 
-def _save_initial(model: Any, folder: Path) -> None:
-    if (folder / checkpoints.INITIAL).is_dir():
-        return
+def _save_initial(model: Any, folder: Path, figures: dict[str, Any]) -> None:
+    """The drafter as it was built, with the figures of its replay."""
     temporary = folder / checkpoints.temporary_name(checkpoints.INITIAL)
     temporary.mkdir()
-    checkpoints.seal(temporary, training_state.write(temporary, model, [], whole=True))
+    files = training_state.write(temporary, model, [], whole=True)
+    atomic.write_json(temporary / checkpoints.REPLAY, figures)
+    checkpoints.seal(temporary, files)
     checkpoints.publish(folder, checkpoints.INITIAL)
 
 
-def _begin(job: Job) -> Path | None:
-    """Clears what a killed process left; the checkpoint from which training continues, None to begin anew."""
+def _begin(job: Job) -> tuple[Path | None, bool]:
+    """Clears what a killed process left.
+
+    Gives the checkpoint from which training continues, None to begin anew, and whether the drafter as it is before
+    training is still to be kept.
+    """
     folder = Path(job.checkpoints)
     checkpoints.sweep(folder)
     newest = checkpoints.newest(folder)
     state = checkpoints.state(newest) if newest else {"next_epoch": 0, "global_step": 0}
     metrics_file.cut(Path(job.metrics), state["next_epoch"], state["global_step"])
-    return newest
+    wanted = job.drafter.keep_initial or job.drafter.epochs == 0
+    return newest, wanted and not (folder / checkpoints.INITIAL).is_dir()
 
 
 def _log_metrics(path: Path) -> metrics_file.JsonLines:
@@ -66,16 +75,23 @@ def _log_metrics(path: Path) -> metrics_file.JsonLines:
     return lines
 
 
-def _trainer(job: Job, model: Any, device: str, resume_from: Path | None) -> Any:
-    """The trainer of this rank, at the step where the checkpoint stands."""
-    from speculators.train.distributed import get_rank
+def _replay(job: Job, val_loader: Any, interruption: Interruption, device: str) -> Callable[[Any], dict[str, Any]]:
+    """A model's figures on the validation rows that are replayed; all ranks call it together."""
+    from speculators.train.distributed import get_rank, get_world_size
+
+    config = job.drafter
+    batches = Watched(replay_rows.loader(val_loader, job, get_rank(), get_world_size()), interruption)
+    dtype = getattr(torch, config.compute_dtype)
+    return lambda model: validation_replay.measure(model, batches, config.replay_tokens, device, dtype)
+
+
+def _trainer(job: Job, model: Any, device: str, read: Sequence[Any], course: Any) -> Any:
+    """The trainer of this rank over the loaders `read`, at the step where the checkpoint stands."""
     from speculators.train.trainer import TrainerConfig
 
     from slipstream.drafter import trainer as epochs
 
     config = job.drafter
-    dtype = getattr(torch, config.compute_dtype)
-    train_loader, val_loader = loaders.loaders(job, len(model.target_layer_ids), dtype)
     train_kwargs, val_kwargs = losses.call_arguments(type(model), config, device)
     settings = TrainerConfig(
         lr=config.learning_rate,
@@ -88,18 +104,11 @@ def _trainer(job: Job, model: Any, device: str, resume_from: Path | None) -> Any
         weight_decay=config.weight_decay,
         scheduler_type=config.scheduler,
         scheduler_warmup_ratio=config.warmup_ratio,
-        hidden_states_dtype=dtype,
+        hidden_states_dtype=getattr(torch, config.compute_dtype),
         log_freq=config.log_every,
         fsdp_shard=config.distributed == "fsdp",
     )
-    interruption = Interruption()
-    interruption.install()
-    course = epochs.Course(resume_from, config.checkpoint_steps, interruption, config.max_loss_factor)
-    if get_rank() == 0:
-        artifact = Path(job.metrics).parent
-        trackers.install(config.trackers, artifact, f"slipstream-{artifact.name[:12]}", config.model_dump(mode="json"))
-        course = replace(course, before_publishing=_log_metrics(Path(job.metrics)).sync)
-    return epochs.EpochTrainer(model, settings, train_loader, val_loader, device, course)
+    return epochs.EpochTrainer(model, settings, read[0], read[1], device, course)
 
 
 @contextmanager
@@ -134,15 +143,37 @@ def main(path: Path) -> None:
 def _train(job: Job, device: str) -> None:
     from speculators.train.distributed import get_rank, is_distributed
 
+    from slipstream.drafter.trainer import Course
+
     config = job.drafter
     decided = [_begin(job) if get_rank() == 0 else None]
     if is_distributed():
         torch.distributed.broadcast_object_list(decided)
+    assert decided[0] is not None
+    resume_from, keep_initial = decided[0]
     model = build.build(job, device)
-    if get_rank() == 0 and (config.keep_initial or config.epochs == 0):
-        _save_initial(model, Path(job.checkpoints))
+    read = loaders.loaders(job, len(model.target_layer_ids), getattr(torch, config.compute_dtype))
+    interruption = Interruption()
+    interruption.install()
+    replay = _replay(job, read[1], interruption, device)
+    if keep_initial:
+        figures = replay(model.to(device))
+        if get_rank() == 0:
+            _save_initial(model, Path(job.checkpoints), figures)
     compute.prepare(model, config)
-    _trainer(job, model, device, decided[0]).run_training()
+    course = Course(
+        resume_from,
+        config.checkpoint_steps,
+        interruption,
+        config.max_loss_factor,
+        replay,
+        config.early_stop_patience,
+    )
+    if get_rank() == 0:
+        artifact = Path(job.metrics).parent
+        trackers.install(config.trackers, artifact, f"slipstream-{artifact.name[:12]}", config.model_dump(mode="json"))
+        course = dataclasses.replace(course, before_publishing=_log_metrics(Path(job.metrics)).sync)
+    _trainer(job, model, device, read, course).run_training()
 
 
 def attempt(path: Path) -> int:

@@ -61,7 +61,7 @@ def test_steps_and_a_page_that_grows_with_every_epoch(tmp_path: Path, monkeypatc
             on_epoch(folder.path)
             pages.append(shown("drafter-training")["drafter-training"].data)
             lengths = {"0": 1.9, "1": 2.1}
-            counts = {"best_epoch": "1", "accepted_length": lengths, "expected_accepted_length": lengths}
+            counts = {"best_epoch": "1", "accepted_length": lengths}
             return folder.commit(version=1, recipe={}, inputs={}, content="c", files=["metrics.jsonl"], counts=counts)
 
     monkeypatch.setattr(stage, "run", run)

@@ -30,7 +30,7 @@ def test_a_page_of_coverage_and_a_table_of_tensors(tmp_path: Path, monkeypatch: 
         """The stage, its warm start written by hand."""
         with claim(workdir, "drafter", "k") as folder:
             warm_start.record([Fate("fc.weight", [8, 24], "taken"), Fate("d2t", [5], "fresh", "new")], folder.path)
-            counts = {"best_epoch": "0", "accepted_length": {}, "expected_accepted_length": {}}
+            counts = {"best_epoch": "0", "accepted_length": {}}
             return folder.commit(version=1, recipe={}, inputs={}, content="c", files=[warm_start.FILE], counts=counts)
 
     monkeypatch.setattr(stage, "run", run)

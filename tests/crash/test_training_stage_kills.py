@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slipstream import process
-from slipstream.drafter import checkpoints, stage
+from slipstream.drafter import checkpoints, selection, stage
 from slipstream.drafter.follower import Watch
 from slipstream.drafter.job import Job
 from slipstream.drafter.retention import Retention
@@ -75,7 +75,8 @@ def test_the_stage_continues_after_sigterm_and_kill_9_and_keeps_what_is_needed(t
     assert [epoch for epoch, _ in training.validations(artifact.folder / "job.json")] == [0, 1, 2, 3]
     peak = training.DRAFTER["learning_rate"]
     assert [rate for _, _, rate, _ in lines] == pytest.approx([peak * (total - step) / total for step in range(total)])
-    lengths = {epoch: checkpoints.accepted_length(store, epoch) for epoch in range(4)}
+    lengths = selection.lengths(store)
+    assert sorted(lengths) == [0, 1, 2, 3]
     best = max(lengths, key=lambda epoch: lengths[epoch])
     assert {int(path.parent.name) for path in store.glob("*/model.safetensors")} == {best, 3}
     assert len(list(artifact.folder.glob("epochs/*/flat/model.safetensors"))) == 4

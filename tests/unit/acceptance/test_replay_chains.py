@@ -17,10 +17,11 @@ from slipstream.acceptance.replay_chains import draft_chains
 
 HIDDEN, HEADS, GROUPS, HEAD, WORDS, DRAFT_WORDS, AUX, EPS, THETA = 12, 4, 2, 6, 40, 17, 3, 1e-5, 100.0
 LENGTH, TOKENS = 26, 4
+INPUTS = ("hidden_states", "input_ids", "document_ids", "position_ids")
 DOCUMENTS = [11, 9]  # and six places of padding
 
 
-def drafter(**options: Any) -> Eagle3DraftModel:
+def drafter(attention: str = "sdpa", **options: Any) -> Eagle3DraftModel:
     """A random drafter with every weight, norms included, far from one."""
     torch.manual_seed(3)
     layer = LlamaConfig(
@@ -35,7 +36,7 @@ def drafter(**options: Any) -> Eagle3DraftModel:
         rope_parameters={"rope_type": "default", "rope_theta": THETA},
         attention_bias=False,
     )
-    layer._attn_implementation = "sdpa"
+    layer._attn_implementation = attention
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=DRAFT_WORDS,
@@ -58,19 +59,19 @@ def drafter(**options: Any) -> Eagle3DraftModel:
     return model
 
 
-def packed() -> dict[str, torch.Tensor]:
+def packed(length: int = LENGTH) -> dict[str, torch.Tensor]:
     """Two documents and padding, as speculators' collate function packs them."""
     torch.manual_seed(5)
     used = sum(DOCUMENTS)
-    documents = torch.full((1, LENGTH), -1)
+    documents = torch.full((1, length), -1)
     documents[0, : DOCUMENTS[0]], documents[0, DOCUMENTS[0] : used] = 0, 1
-    positions = torch.zeros(1, LENGTH, dtype=torch.long)
+    positions = torch.zeros(1, length, dtype=torch.long)
     positions[0, :used] = torch.cat([torch.arange(1, count + 1) for count in DOCUMENTS])
     batch = {
-        "hidden_states": torch.randn(1, LENGTH, AUX * HIDDEN),
-        "verifier_last_hidden_states": torch.randn(1, LENGTH, HIDDEN),
-        "input_ids": torch.randint(WORDS, (1, LENGTH)),
-        "loss_mask": torch.ones(1, LENGTH, dtype=torch.bool),
+        "hidden_states": torch.randn(1, length, AUX * HIDDEN),
+        "verifier_last_hidden_states": torch.randn(1, length, HIDDEN),
+        "input_ids": torch.randint(WORDS, (1, length)),
+        "loss_mask": torch.ones(1, length, dtype=torch.bool),
         "document_ids": documents,
         "position_ids": positions,
     }
@@ -132,8 +133,7 @@ def test_every_chain_is_the_one_that_a_loop_makes(before: bool, normed_back: boo
     model = drafter(norm_before_residual=before, norm_output=normed_back)
     batch = packed()
     with torch.no_grad():
-        names = ("hidden_states", "input_ids", "document_ids", "position_ids")
-        chains = draft_chains(model, *(batch[name] for name in names), TOKENS)
+        chains = draft_chains(model, *(batch[name] for name in INPUTS), TOKENS)
     start = 0
     for count in DOCUMENTS:
         for end in range(start + 1, start + count + 1):
@@ -143,13 +143,23 @@ def test_every_chain_is_the_one_that_a_loop_makes(before: bool, normed_back: boo
         start += count
 
 
+def test_flex_attention_makes_the_same_chains() -> None:
+    """What training uses on a GPU; its masks come in blocks of 128."""
+    batch, used = packed(128), sum(DOCUMENTS)
+    with torch.no_grad():
+        dense, flex = (
+            draft_chains(drafter(attention), *(batch[name] for name in INPUTS), TOKENS)[:used]
+            for attention in ("sdpa", "simple_flex_attention")
+        )
+    assert torch.equal(dense, flex)
+
+
 def test_a_trace_of_the_drafters_own_words_is_accepted_whole_and_chance_is_not() -> None:
     """A document that continues as the drafter does: token by token the chain of its first place."""
     model, batch = drafter(), packed()
-    names = ("hidden_states", "input_ids", "document_ids", "position_ids")
     by_chance = replay(model, [batch], TOKENS)
     with torch.no_grad():
-        chains = draft_chains(model, *(batch[name] for name in names), TOKENS)
+        chains = draft_chains(model, *(batch[name] for name in INPUTS), TOKENS)
     batch["loss_mask"][:] = False
     batch["loss_mask"][0, 2 : 2 + TOKENS + 1] = True
     batch["input_ids"][0, 3 : 3 + TOKENS] = chains[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.drafter import checkpoints
+from slipstream.drafter import checkpoints, selection
 from slipstream.drafter.checkpoints import Position
 
 KILLED = """
@@ -30,15 +30,6 @@ def write(folder: Path, name: str, text: str = "x") -> Path:
     (folder / name / "model.safetensors").write_text(text)
     checkpoints.seal(folder / name, {})
     return folder / name
-
-
-@pytest.mark.parametrize(
-    ("accuracies", "length"),
-    [([0.8, 0.5], 1 + 0.8 + 0.4), ([1.0, 1.0, 1.0], 4.0), ([0.0, 1.0], 1.0), ([], 1.0), ([0.9, 0.8, 0.5], 2.98)],
-)
-def test_expected_accepted_length(accuracies: list[float], length: float) -> None:
-    metrics = {f"cond_acc_{step}_epoch": accuracy for step, accuracy in enumerate(accuracies)} | {"loss_epoch": 3.0}
-    assert checkpoints.expected_accepted_length(metrics) == pytest.approx(length)
 
 
 def test_only_whole_folders_are_epochs(tmp_path: Path) -> None:
@@ -161,16 +152,9 @@ def test_a_later_checkpoint_drops_those_inside_epochs_before_it(tmp_path: Path) 
 def test_a_pruned_epoch_stays_finished_with_its_figures_and_is_not_resumed_from(tmp_path: Path) -> None:
     for epoch in ("0", "1"):
         write(tmp_path, epoch)
-        (tmp_path / epoch / "val_metrics.json").write_text(json.dumps({"cond_acc_0_epoch": 0.5}))
+        (tmp_path / epoch / "replay.json").write_text(json.dumps({"accepted_length": 1.5}))
     checkpoints.prune(tmp_path, 1)
     assert not (tmp_path / "1" / "model.safetensors").exists()
     assert checkpoints.finished_epochs(tmp_path) == [0, 1]
-    assert checkpoints.accepted_length(tmp_path, 1) == 1.5
+    assert selection.lengths(tmp_path) == {0: 1.5, 1: 1.5}
     assert checkpoints.newest(tmp_path) == tmp_path / "0"
-
-
-def test_the_replay_names_the_best_epoch_where_there_is_one(tmp_path: Path) -> None:
-    write(tmp_path, "0")
-    (tmp_path / "0" / "val_metrics.json").write_text(json.dumps({"cond_acc_0_epoch": 0.5}))
-    (tmp_path / "0" / "replay.json").write_text(json.dumps({"accepted_length": 2.25}))
-    assert checkpoints.accepted_length(tmp_path, 0) == 2.25

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.drafter import checkpoints
-from slipstream.drafter.retention import Retention, best
+from slipstream.drafter.retention import Retention
 
 
 def finish(store: Path, epoch: int, accepted_length: float) -> None:
@@ -38,7 +38,6 @@ def test_best_and_last_stay_and_every_epoch_is_exported_once(tmp_path: Path) -> 
         stay.append(kept(tmp_path))
     assert exported == ["0", "1", "2", "3", "4"]
     assert stay == [[0], [1], [1, 2], [1, 3], [1, 4]]  # of equals the earlier is the best
-    assert best(tmp_path, checkpoints.finished_epochs(tmp_path)) == 1
     assert checkpoints.finished_epochs(tmp_path) == [0, 1, 2, 3, 4]
 
 
