@@ -1,7 +1,8 @@
 """Draft-vocabulary mappings that lie beside a store: checked, and said how to use them or why not.
 
-`d2t` and `t2d` as .npy or .pt, `token_freq.pt` (a dictionary token id -> count).  Slipstream makes its own vocabulary
-from the rows and gives it to a warm-started drafter too, so an old mapping is never taken over.
+`d2t` and `t2d` as .npy or .pt, `token_freq.pt` (a dictionary token id -> count).  The mapping beside a store is not
+taken over: the vocabulary is chosen from the rows, or is that of the checkpoint in `drafter.init_from`, which has its
+own pair in its weights (`vocabulary.mapping: init_from`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def _pair(t2d_path: Path, d2t_path: Path, vocab_size: int) -> str:
         return f"{t2d_path}: not usable: it is for {len(t2d)} tokens and the verifier has {vocab_size}"
     return (
         f"{d2t_path}: intact, {len(d2t)} of {len(t2d)} tokens, offsets as vLLM reads them; not needed: the vocabulary "
-        "stage chooses from the imported rows, and a drafter named in drafter.init_from is given that choice"
+        "stage chooses from the imported rows, or keeps that of the checkpoint in drafter.init_from "
+        "(vocabulary.mapping: init_from)"
     )
 
 
