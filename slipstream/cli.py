@@ -175,6 +175,8 @@ def _export(args: argparse.Namespace) -> int:
     print(f"{args.output}: {args.form} form in {dtype}, {len(drafter.tensors) - maps} tensors and {maps} maps")
     for engine in engines.ENGINES:
         reason = engines.refusal(drafter.config, args.form, engine)
+        if reason is None and engine == "sglang" and args.engine != "sglang":
+            reason = (why := engines.needs_sglang_export(drafter.config)) and f"export it with --engine sglang ({why})"
         print(f"  {engine:8} {'loads it' if reason is None else f'does not: {reason}'}")
     print(f"  how to serve it: {args.output / export.CARD}")
     return 0
@@ -245,7 +247,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("drafter", help="a run, a drafter's folder, one of its epochs, or any EAGLE-3 checkpoint")
     export.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
     _describe_export(export)
-    export.add_argument("--engine", choices=["vllm", "sglang"], help="refuse what this server does not read")
+    export.add_argument(
+        "--engine", choices=["vllm", "sglang"], help="write it for this server, and refuse what it does not read"
+    )
     export.set_defaults(do=_export)
 
     publish = commands.add_parser("publish", help="show, or with --push upload, a drafter for the Hugging Face Hub")
@@ -274,7 +278,11 @@ def _describe_export(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--verifier", metavar="NAME", help="the verifier's name on the Hub, or its folder")
     parser.add_argument(
-        "--layer-ids", type=int, nargs="+", metavar="ID", help="auxiliary layers of a checkpoint that does not say them"
+        "--layer-ids",
+        type=int,
+        nargs="+",
+        metavar="ID",
+        help="auxiliary layers, instead of those that the checkpoint says",
     )
 
 

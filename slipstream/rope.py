@@ -59,6 +59,19 @@ def parameters(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     return {"rope_theta": theta, **scaling.model_dump(exclude_none=True)}
 
 
+def for_sglang(scaling: RopeScaling | None) -> dict[str, float]:
+    """What SGLang's yarn must find beside the fields of `scaling` to turn alike; empty where it needs nothing.
+
+    It knows neither `attention_factor` nor `mscale`: sine and cosine are multiplied by `attn_factor`, 1 when absent,
+    times 0.1 ln(factor) + 1.  transformers and vLLM do not read `attn_factor`.
+    Source: YaRNScalingRotaryEmbedding and get_rope in python/sglang/srt/layers/rotary_embedding.
+    """
+    if scaling is None or scaling.attention_factor is None:
+        return {}
+    quotient = scaling.attention_factor / _mscale(scaling.factor, 1.0)
+    return {} if math.isclose(quotient, 1.0) else {"attn_factor": quotient}
+
+
 def _spelled(text: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
     """The rope under one of the two names; empty where the file has none."""
     value = text.get(name) or {}

@@ -127,22 +127,11 @@ def _serve(drafter: Opened, form: engines.Form, facts: Mapping[str, Any], base: 
         if reason is not None:
             shown.append(f"{engine}: not in this form, {cell(reason)}.")
             continue
-        if engine == "SGLang" and written != "sglang" and _shifted(drafter):
-            shown.append(
-                "SGLang: export it with `slipstream export --engine sglang`: with this verifier SGLang counts layers "
-                "from their outputs, and would capture the states one layer later."
-            )
+        if engine == "SGLang" and written != "sglang" and (why := engines.needs_sglang_export(drafter.config)):
+            shown.append(f"SGLang: export it with `slipstream export --engine sglang`: {why}.")
             continue
         shown.append(f"{engine}:\n\n{fenced(command(base, name, serve), 'sh')}")
     return shown
-
-
-def _shifted(drafter: Opened) -> bool:
-    """Whether SGLang means other states by the same ids."""
-    try:
-        return engines.sglang_ids(drafter.aux_ids, engines.architectures(drafter.config), "") != drafter.aux_ids
-    except engines.InputError:
-        return True
 
 
 def _acceptance(facts: Mapping[str, Any]) -> Rows:

@@ -13,6 +13,7 @@ biases, no norm flag; unknown tensors are skipped.  Newer versions know some of 
 The embedding is always the verifier's (`set_embed` in eagle_worker.py).
 SGLang reads the ids from `eagle_config` and adds one (its id k is the OUTPUT of layer k), except for DeepSeek and Kimi
 unless the first id is 1 (deepseek_v2.py since pull request 25454) and for gpt-oss (pull request 32334).
+Its yarn scales by a field of its own (`rope.for_sglang`); its dynamic rope turns otherwise at every position.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from slipstream import rope
 from slipstream.errors import InputError
 
 Engine = Literal["vllm", "sglang"]
@@ -45,6 +47,9 @@ def _refusals(config: Mapping[str, Any], form: Form, engine: Engine) -> Iterator
         yield "it loads the flat form only; use --form flat"
     if form == "flat" and kind != "llama":
         yield f"the flat form holds a llama layer, and this drafter's is a {kind} layer; use --form speculators"
+    if form == "flat" and "sliding_attention" in (layer.get("layer_types") or ()):
+        window = layer.get("sliding_window")
+        yield f"the flat form has full attention, and this drafter sees {window} tokens; use --form speculators"
     if activation != "silu":
         yield f"hidden_act is {activation}, and its loader computes silu"
     if engine == "vllm":
@@ -57,6 +62,8 @@ def _refusals(config: Mapping[str, Any], form: Form, engine: Engine) -> Iterator
     for bias in ("attention_bias", "mlp_bias"):
         if layer.get(bias):
             yield f"its loader has no biases, and this drafter has {bias}"
+    if (layer.get("rope_parameters") or {}).get("rope_type") == "dynamic":
+        yield "its dynamic rope changes the base at every position, and this drafter was trained with an unchanged one"
     if states != 3:
         yield f"its loader takes three auxiliary states, and this drafter has {states}"
 
@@ -71,6 +78,22 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
     """The verifier's architectures as a speculators config names them; empty when it does not."""
     named = (config.get("speculators_config") or {}).get("verifier") or {}
     return list(named.get("architectures") or [])
+
+
+def needs_sglang_export(config: Mapping[str, Any]) -> str | None:
+    """Why a flat form that was not written for SGLang would be served wrongly there; None where it would not."""
+    ids = list(config["eagle_aux_hidden_state_layer_ids"])
+    try:
+        shifted = sglang_ids(ids, architectures(config), "") != ids
+    except InputError:
+        shifted = True
+    if shifted:
+        return (
+            "with this verifier SGLang counts layers from their outputs, and would capture the states one layer later"
+        )
+    if rope.for_sglang(rope.read(config["transformer_layer_config"], "")[1]):
+        return "SGLang does not read attention_factor, and would scale the attention otherwise than in training"
+    return None
 
 
 def sglang_ids(ids: Sequence[int], verifier: Sequence[str], where: object) -> list[int]:

@@ -42,12 +42,14 @@ def tensors(given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def config(speculators: Mapping[str, Any], dtype: Dtype, where: object, sglang: bool = False) -> dict[str, Any]:
     """The flat form's `config.json` from a speculators `config.json` whose decoder is spelled out.
 
-    With `sglang` the ids in `eagle_config` are the ones by which SGLang captures the same states (`engines`).
+    With `sglang` the ids in `eagle_config` are the ones by which SGLang captures the same states (`engines`), and yarn
+    has the field by which it scales alike (`rope.for_sglang`).
     Raises InputError for a rope that cannot be written in both spellings, and for what SGLang cannot be told.
     """
     layer = speculators["transformer_layer_config"]
     aux = list(speculators["eagle_aux_hidden_state_layer_ids"])
     theta, scaling = rope.read(layer, str(where))
+    beside = rope.for_sglang(scaling) if sglang else {}
     width = speculators.get("target_hidden_size")
     return {
         "architectures": [ARCHITECTURE],
@@ -62,8 +64,8 @@ def config(speculators: Mapping[str, Any], dtype: Dtype, where: object, sglang: 
         "rms_norm_eps": layer["rms_norm_eps"],
         "max_position_embeddings": layer["max_position_embeddings"],
         "rope_theta": theta,
-        "rope_scaling": scaling and scaling.model_dump(exclude_none=True),
-        "rope_parameters": rope.parameters(theta, scaling),
+        "rope_scaling": scaling and scaling.model_dump(exclude_none=True) | beside,
+        "rope_parameters": rope.parameters(theta, scaling) | beside,
         "attention_bias": layer["attention_bias"],
         "mlp_bias": layer["mlp_bias"],
         "tie_word_embeddings": False,

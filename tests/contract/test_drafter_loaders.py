@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from tests.conftest import ROOT
 
 VERIFIER = ROOT / "slipstream" / "pocket" / "verifier"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 50000.0, "factor": 4.0}
 YARN = RopeScaling(rope_type="yarn", factor=8.0, original_max_position_embeddings=512, beta_fast=32.0, beta_slow=1.0)
 
 
@@ -279,6 +281,30 @@ def test_sglang_captures_the_states_that_were_trained_on(architecture: str, ids:
     assert sglang_captures(written, architecture) == ids
 
 
+def sglang_scale(parameters: dict[str, Any]) -> float:
+    """`mscale` of SGLang's YaRNScalingRotaryEmbedding (srt/layers/rotary_embedding) with what get_rope passes on."""
+    known = {name: parameters[name] for name in ("extrapolation_factor", "attn_factor") if name in parameters}
+    return float((0.1 * math.log(parameters["factor"]) + 1.0) * known.get("attn_factor", 1.0))
+
+
+@pytest.mark.parametrize("factor", [None, 1.0, 1.25])
+def test_sglang_scales_yarn_as_in_training(tmp_path: Path, factor: float | None) -> None:
+    """Kimi's and DeepSeek's scale is 1: SGLang would make it 0.1 ln(8) + 1; only its own export has `attn_factor`."""
+    scaling = YARN.model_copy(update={"attention_factor": factor})
+    source = drafter(tmp_path / "c", {"rope_parameters": rope.parameters(50000.0, scaling)})
+    trained = 0.1 * math.log(8.0) + 1.0 if factor is None else factor
+    for name, engine in (("plain", None), ("sglang", "sglang")):
+        export.write(source, tmp_path / name, "flat", "float32", engine=engine)
+        written = json.loads((tmp_path / name / "config.json").read_text())
+        for spelling in ("rope_scaling", "rope_parameters"):
+            assert ("attn_factor" in written[spelling]) is (factor is not None and name == "sglang")
+            if name == "sglang":
+                assert sglang_scale(written[spelling]) == pytest.approx(trained)
+        assert rope.read(written, "it") == (50000.0, scaling)
+    assert ("--engine sglang" in (tmp_path / "plain" / "README.md").read_text()) is (factor is not None)
+    assert "--engine sglang" not in (tmp_path / "sglang" / "README.md").read_text()
+
+
 def test_ids_that_sglang_cannot_be_told_are_refused() -> None:
     with pytest.raises(InputError, match=r"not for sglang.*\[1, 30, 58\]"):
         engines.sglang_ids([1, 30, 58], ["KimiK25ForConditionalGeneration"], "folder")
@@ -293,6 +319,7 @@ def test_ids_that_sglang_cannot_be_told_are_refused() -> None:
         (lambda folder: drafter(folder, norm_output=True), "norm_output"),
         (lambda folder: drafter(folder, eagle_aux_hidden_state_layer_ids=[1, 2, 3, 5]), "three auxiliary states"),
         (lambda folder: drafter(folder, {"attention_bias": True}), "attention_bias"),
+        (lambda folder: drafter(folder, {"rope_parameters": DYNAMIC}), "dynamic rope"),
     ],
 )
 def test_what_sglang_does_not_read_is_refused_by_name(
