@@ -17,26 +17,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from slipstream import rope, vocabulary
-from slipstream.drafter import engines, flat
+from slipstream import vocabulary
+from slipstream.drafter import described
 from slipstream.drafter.warm_start_source import canonical
 from slipstream.errors import Damaged, InputError
 
 CONFIG = "config.json"
 VERIFIERS = ("verifier_norm.", "verifier_lm_head.")  # the verifier's own, for training only
 MAPS, EMBEDDING = ("d2t", "t2d"), "embed_tokens.weight"
-FLAT_ARCHITECTURES = (flat.ARCHITECTURE, "Eagle3LlamaForCausalLM")
-LAYER_FIELDS = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
-    *("hidden_act", "rms_norm_eps", "max_position_embeddings", "vocab_size", "attention_bias", "mlp_bias"),
-)
 
 
 @dataclass(frozen=True)
@@ -46,7 +34,6 @@ class Opened:
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
-    external: bool  # a flat checkpoint, converted
 
     @property
     def aux_ids(self) -> list[int]:
@@ -55,24 +42,15 @@ class Opened:
 
 
 def read(folder: Path, layer_ids: Sequence[int] | None = None) -> Opened:
-    """The checkpoint in `folder`; `layer_ids` are the auxiliary ones of a flat checkpoint that does not say them.
+    """The checkpoint in `folder`; `layer_ids` are the auxiliary ones, which go before what the checkpoint says.
 
     Raises InputError for a folder that holds no EAGLE-3 drafter, for what is missing in one, and for tensors that do
     not fit its config; Damaged for a mapping that breaks an invariant.
     """
     path = folder / CONFIG
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: no readable config ({error}), so this is not a drafter's folder") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{path}: expected a JSON object")
-    given = _files(folder)
-    external = "speculators_model_type" not in config
-    config = from_flat(config, path, layer_ids) if external else _spelled_out(config, path)
+    config, given = spelled_out(described.load(path), path, layer_ids), _files(folder)
     _check(folder, config, given)
-    tensors = {name: tensor for name, tensor in given.items() if not name.startswith(VERIFIERS)}
-    return Opened(folder, config, tensors, external)
+    return Opened(folder, config, {name: given[name] for name in given if not name.startswith(VERIFIERS)})
 
 
 def _files(folder: Path) -> dict[str, torch.Tensor]:
@@ -91,57 +69,26 @@ def _files(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _spelled_out(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """`config` with its decoder's fields spelled out.
+def spelled_out(config: Mapping[str, Any], path: Path, layer_ids: Sequence[int] | None = None) -> dict[str, Any]:
+    """The speculators config of a config.json of either form, with its decoder's fields spelled out.
 
     The file may leave out what transformers has a default for; vLLM reads the fields without transformers' class, so
-    that they would be missing there.
+    that they would be missing there.  `layer_ids` go before the file's.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
-    if (algorithm := config["speculators_model_type"]) != "eagle3":
-        raise InputError(f"{path}: a speculators drafter of type {algorithm}; only eagle3 is exported")
-    given = config.get("transformer_layer_config")
-    if not isinstance(given, Mapping):
-        raise InputError(f"{path}: no transformer_layer_config, so nothing says the decoder's shape")
+    says = described.in_speculators_form(config, str(path))
     try:
-        full = AutoConfig.for_model(**{"model_type": "llama", **given}).to_dict()
+        full = AutoConfig.for_model(**{"model_type": "llama", **says["transformer_layer_config"]}).to_dict()
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}: transformers cannot read its transformer_layer_config ({error})") from error
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)} | {"_name_or_path", "output_attentions"}
     own = {name: value for name, value in full.items() if name not in common or name == "model_type"}
-    if not config.get("eagle_aux_hidden_state_layer_ids"):
-        raise InputError(f"{path}: no eagle_aux_hidden_state_layer_ids, so nothing says which states it reads")
-    return {**config, "transformer_layer_config": own}
-
-
-def from_flat(config: Mapping[str, Any], path: Path, layer_ids: Sequence[int] | None) -> dict[str, Any]:
-    """The speculators config of a flat one."""
-    made = config.get("architectures") or ["none"]
-    if made[0] not in FLAT_ARCHITECTURES:
+    if not (ids := layer_ids or says.get(described.IDS)):
         raise InputError(
-            f"{path}: architecture {made[0]} is no EAGLE-3 drafter that can be exported "
-            f"({', '.join(FLAT_ARCHITECTURES)}, or a speculators config)"
+            f"{path}: no {described.IDS}, so nothing says which states it reads; name them with --layer-ids"
         )
-    if missing := [name for name in ("hidden_size", "num_attention_heads", "vocab_size") if name not in config]:
-        raise InputError(f"{path}: no field {missing[0]!r}")
-    inner = config.get("eagle_config") or {}
-    name = "eagle_aux_hidden_state_layer_ids"
-    ids = layer_ids or config.get(name) or inner.get(name)
-    if not ids:
-        raise InputError(f"{path}: no {name}, so nothing says which states it reads; name them with --layer-ids")
-    layer = {name: config[name] for name in LAYER_FIELDS if config.get(name) is not None}
-    layer |= {"model_type": "llama", "rope_parameters": rope.parameters(*rope.read(config, str(path)))}
-    speculators = {
-        "speculators_model_type": "eagle3",
-        "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
-        "eagle_aux_hidden_state_layer_ids": list(ids),
-        "target_hidden_size": config.get("target_hidden_size"),
-        "tie_word_embeddings": False,
-        **{flag: bool(config.get(flag, inner.get(flag, False))) for flag in engines.NORM_FLAGS},
-        "transformer_layer_config": layer,
-    }
-    return _spelled_out(speculators, path)
+    return {**says, described.IDS: list(ids), "transformer_layer_config": own}
 
 
 def expected(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

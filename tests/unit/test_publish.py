@@ -79,7 +79,7 @@ def test_a_repository_is_org_and_name(drafter: Path, tmp_path: Path, name: str) 
 def test_what_is_no_drafter_or_is_damaged_is_refused(drafter: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with (
-        pytest.raises(InputError, match="not a drafter"),
+        pytest.raises(InputError, match="what drafter this is"),
         publish.prepared(Source(tmp_path / "empty"), "o/n", tmp_path),
     ):
         pass

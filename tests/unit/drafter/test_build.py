@@ -86,7 +86,7 @@ def test_names_and_shapes_are_the_published_ones(kimi_drafter: Any) -> None:
 def test_its_flat_config_has_the_published_values(kimi_drafter: Any) -> None:
     """Every field that AQ-MedAI's config.json states, layer ids included."""
     published = json.loads((resources.files("slipstream") / "drafters" / "aq-medai-kimi-k2.5.json").read_text())
-    said = opened._spelled_out(json.loads(kimi_drafter.config.to_json_string()), Path("config.json"))
+    said = opened.spelled_out(json.loads(kimi_drafter.config.to_json_string()), Path("config.json"))
     written = flat.config(said, "bfloat16", "config.json")
     for field, value in published.items():
         if field != "source":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.drafter import described
+from slipstream.drafter import described, engines, opened
 from slipstream.errors import InputError
 
 LAYER: dict[str, Any] = {
@@ -38,12 +38,12 @@ def test_both_forms_say_the_same() -> None:
     assert (flat.shape.head_dim, flat.shape.rms_norm_eps, flat.shape.rope_theta) == (32, 1e-5, 5e5)
 
 
-@pytest.mark.parametrize("norm", described.NORMS)
+@pytest.mark.parametrize("norm", engines.NORM_FLAGS)
 @pytest.mark.parametrize("place", ["top", "eagle_config"])
 def test_norm_options_stand_in_either_place(norm: str, place: str) -> None:
     config = FLAT | ({norm: True} if place == "top" else {"eagle_config": {norm: True}})
     read = described.of_config(config, "here").shape
-    assert {name for name in described.NORMS if getattr(read, name)} == {norm}
+    assert {name for name in engines.NORM_FLAGS if getattr(read, name)} == {norm}
 
 
 def test_what_a_file_leaves_out_is_llamas_default() -> None:
@@ -90,3 +90,28 @@ def test_an_unreadable_file_is_one_sentence(tmp_path: Path, text: str | None, wo
 def test_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FLAT))
     assert described.read(tmp_path / "config.json").shape.intermediate_size == 96
+
+
+def test_a_speculators_file_without_a_norm_option_has_it_off() -> None:
+    """speculators 0.9.0's defaults; vLLM's are others (algos.py: norm_before_residual on), so they are spelled out."""
+    assert {SPECULATORS[flag] for flag in engines.NORM_FLAGS if flag in SPECULATORS} == set()
+    says = opened.spelled_out(SPECULATORS, Path("here"))
+    assert {flag: says[flag] for flag in engines.NORM_FLAGS} == dict.fromkeys(engines.NORM_FLAGS, False)
+
+
+@pytest.mark.parametrize("norm", engines.NORM_FLAGS)
+def test_export_and_training_read_the_same_of_a_file_that_says_it_twice(norm: str) -> None:
+    """vLLM asks `eagle_config` first (model_executor/models/llama_eagle3.py), so both do."""
+    config = FLAT | {norm: False, "eagle_config": FLAT["eagle_config"] | {norm: True}}
+    assert opened.spelled_out(config, Path("here"))[norm] is getattr(described.of_config(config, "here").shape, norm)
+    assert opened.spelled_out(config, Path("here"))[norm] is True
+
+
+def test_a_sliding_window_is_not_lost_in_an_export() -> None:
+    """The flat form has no such field: exported without it the drafter would see tokens that it never saw."""
+    sliding = {"layer_types": ["sliding_attention"], "sliding_window": 2048}
+    with pytest.raises(InputError, match="sees 2048 tokens"):
+        opened.spelled_out(FLAT | sliding, Path("here"))
+    layer = SPECULATORS["transformer_layer_config"] | sliding
+    own = opened.spelled_out(SPECULATORS | {"transformer_layer_config": layer}, Path("here"))
+    assert "sees 2048" in str(engines.refusal(own, "flat", "vllm"))

@@ -168,7 +168,7 @@ def test_shards_and_a_prefix_are_one_checkpoint(tmp_path: Path) -> None:
 def test_a_published_drafters_config_comes_back_as_it_was_published(name: str) -> None:
     """Field values of the published config.json files (slipstream/drafters), at Kimi-K2.5's shape."""
     published = json.loads((resources.files("slipstream") / "drafters" / f"{name}.json").read_text())
-    read = opened.from_flat(published, Path(name), None)
+    read = opened.spelled_out(published, Path(name))
     written = flat.config(read, "bfloat16", name)
     assert written["eagle_config"].items() >= published["eagle_config"].items()
     fields = published.keys() - {"source", "eagle_config"}
@@ -208,9 +208,9 @@ def test_bad_checkpoints_are_one_sentence(tmp_path: Path, name: str) -> None:
 
 
 def test_folders_that_are_no_drafter_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="not a drafter"):
+    with pytest.raises(InputError, match="what drafter this is"):
         opened.read(tmp_path)
-    with pytest.raises(InputError, match="LlamaForCausalLM is no EAGLE-3 drafter"):
+    with pytest.raises(InputError, match="LlamaForCausalLM of model_type 'llama' is not a Llama-type EAGLE-3 drafter"):
         opened.read(tiny.flat(tmp_path / "a", architectures=["LlamaForCausalLM"]))
     with pytest.raises(InputError, match="--layer-ids"):
         opened.read(tiny.flat(tmp_path / "b", eagle_config={}))

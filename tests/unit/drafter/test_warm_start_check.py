@@ -127,7 +127,7 @@ def test_an_unreadable_checkpoint_is_an_input_error(folder: Path, content: bytes
 
 def test_pickles_and_missing_files_are_one_sentence(folder: Path) -> None:
     (folder / "config.json").unlink()
-    with pytest.raises(InputError, match=r"config\.json: missing, so nothing says how this drafter was trained"):
+    with pytest.raises(InputError, match=r"config\.json: missing, so nothing says what drafter this is"):
         check(folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"pytorch_model\.bin is a pickle"):
