@@ -11,20 +11,20 @@ Figures that are not finite stand there as text, for JSON has no word for them; 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from slipstream.drafter import metrics_file
+from slipstream.drafter import checkpoints, metrics_file, selection
+from slipstream.errors import Damaged
 
 Line = Mapping[str, Any]
 EPOCH = "_epoch"  # speculators' suffix of validation figures
-REPLAY = "replay.json"
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ class History:
     @property
     def best(self) -> int | None:
         """The epoch with the longest accepted length, the earliest of equals; None without a replay."""
-        measured = [epoch for epoch in self.epochs if epoch.accepted_length is not None]
-        return max(measured, key=lambda epoch: epoch.accepted_length or 0.0).epoch if measured else None
+        return selection.best({e.epoch: e.accepted_length for e in self.epochs if e.accepted_length is not None})
 
 
 def of(lines: Iterable[Line], replays: Mapping[int, Mapping[str, Any]]) -> History:
@@ -97,9 +96,17 @@ def of(lines: Iterable[Line], replays: Mapping[int, Mapping[str, Any]]) -> Histo
 
 def read(folder: Path) -> History:
     """The history of the training in a drafter folder."""
-    store = folder / "checkpoints"
-    found = {int(path.parent.name): json.loads(path.read_bytes()) for path in store.glob(f"[0-9]*/{REPLAY}")}
-    return of(metrics_file.read(folder / metrics_file.FILE), found)
+    return of(metrics_file.read(folder / metrics_file.FILE), _replays(folder / "checkpoints"))
+
+
+def _replays(store: Path) -> dict[int, Mapping[str, Any]]:
+    """The replays of epochs; what the training process set aside, or replaces at this moment, does not count."""
+    found: dict[int, Mapping[str, Any]] = {}
+    for path in store.glob(f"*/{checkpoints.REPLAY}"):
+        if path.parent.name.isdecimal():
+            with suppress(Damaged):
+                found[int(path.parent.name)] = selection.figures(store, path.parent.name)
+    return found
 
 
 def _epoch(

@@ -86,6 +86,15 @@ def folder_of(folder: Path, lines: list[Line], replays: dict[int, Line]) -> Path
     return folder
 
 
+def test_a_checkpoint_that_was_set_aside_is_no_epoch(tmp_path: Path) -> None:
+    """The stage draws the curves while the training process renames what it found damaged."""
+    folder = folder_of(tmp_path, LINES, {0: REPLAYED, 1: REPLAYED})
+    (folder / "checkpoints" / "1").rename(folder / "checkpoints" / "1.damaged")
+    assert [epoch.accepted_length for epoch in history.read(folder).epochs] == [1.9, None]
+    (folder / "checkpoints" / "0" / "replay.json").write_bytes(b"")
+    assert [epoch.accepted_length for epoch in history.read(folder).epochs] == [None, None]
+
+
 def test_the_page_has_a_row_an_epoch_with_the_best_marked_and_the_curves(tmp_path: Path) -> None:
     text = page.markdown(folder_of(tmp_path, LINES, {0: REPLAYED, 1: REPLAYED | {"accepted_length": 1.85}}))
     assert "| **0 (best)** | 3.0000 | 1.5000 | 0.50/0.25 | 1.9000 | 0.60/0.30 | 3e-05 | 50 |" in text
