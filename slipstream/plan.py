@@ -6,13 +6,15 @@ Works on any machine: while the verifier's folder or the prompts are absent it c
 
 from __future__ import annotations
 
+import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from slipstream import verifier
-from slipstream.config import BYTES, RunConfig
+from slipstream.artifact import MANIFEST
+from slipstream.config import BYTES, DrafterConfig, RunConfig
 from slipstream.drafter import shape as drafter_shape
 from slipstream.errors import InputError
 from slipstream.traces import origin
@@ -91,6 +93,40 @@ def _drafter_parameters(config: RunConfig, shape: verifier.Shape) -> dict[str, i
     }
 
 
+def _drafter_bytes(config: RunConfig, parameters: dict[str, int], embedding: int) -> int:
+    """The most that a drafter's folder holds while it is made: checkpoints in float32, and the exports.
+
+    `embedding` are the embedding's parameters.  Of `best_and_last` there are three at once, the best, the last and the
+    one that is being written, and one inside an epoch, which a SIGTERM may leave without any being asked for.
+    """
+    drafter, total, trained = config.drafter, parameters["total"], parameters["trained"]
+    kept = drafter.epochs if drafter.keep_checkpoints == "all" else min(drafter.epochs, 3)
+    inside = 1 if drafter.epochs else 0
+    initial = 1 if drafter.keep_initial or not drafter.epochs else 0
+    moments = 2 * trained
+    checkpoints = 4 * (kept * (total + moments) + inside * (trained + moments) + initial * total)
+    flat = total - (0 if drafter.export_embeddings else embedding)
+    return checkpoints + (drafter.epochs + initial) * BYTES[config.verifier.dtype] * (flat + total)
+
+
+def _drafted(config: RunConfig) -> int:
+    """Bytes of an unfinished training with these settings: going on with it needs no second room for them.
+
+    A finished one may be of other features, as before every retraining, so it does not count.
+    """
+    wanted, found = config.drafter.recipe(), [0]
+    for job in config.root.glob("drafter/*/job.json"):
+        if job.with_name(MANIFEST).exists():
+            continue
+        try:
+            held = DrafterConfig.model_validate(json.loads(job.read_bytes())["drafter"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if held.recipe() == wanted:
+            found.append(sum(path.stat().st_size for path in job.parent.rglob("*") if path.is_file()))
+    return max(found)
+
+
 def plan(config: RunConfig) -> dict[str, Any]:
     """Tokens, bytes, hours, GPUs, free disk, and `fits` with the reasons against it.
 
@@ -110,9 +146,7 @@ def plan(config: RunConfig) -> dict[str, Any]:
     bytes_per_token = _bytes_per_token(config, len(layer_ids), shape.hidden_size)
     store = tokens * bytes_per_token
     parameters = _drafter_parameters(config, shape)
-    # weights and two moments in float32 to resume from, and the exports in two forms, each epoch
-    checkpoint = parameters["trained"] * 8 + parameters["total"] * (4 + 2 * BYTES[config.verifier.dtype])
-    checkpoints = checkpoint * (config.drafter.epochs + config.drafter.keep_initial)
+    checkpoints = _drafter_bytes(config, parameters, shape.vocab_size * shape.hidden_size)
     free = free_bytes(config.root)
     trained_tokens = tokens * (1 - config.prompts.val_ratio) * config.drafter.epochs
     hours = {
@@ -122,7 +156,8 @@ def plan(config: RunConfig) -> dict[str, Any]:
     }
     gpus = max(config.servers.gpus if config.servers.device == "cuda" else 0, len(config.drafter.devices))
     missing = 0 if imported else max(0, store - _captured(config))
-    needed = int((missing + checkpoints) * (1 + RESERVE) + config.features.disk_reserve_gib * 2**30)
+    left = max(0, checkpoints - _drafted(config))
+    needed = int((missing + left) * (1 + RESERVE) + config.features.disk_reserve_gib * 2**30)
     reasons = []
     if needed > free:
         reasons.append(f"{needed / 1e9:.1f} GB of disk needed under {config.root}, {free / 1e9:.1f} GB free")

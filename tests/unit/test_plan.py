@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -52,6 +53,51 @@ def test_the_trained_parameters_are_those_of_a_built_drafter(make_config: Callab
     norms = 3 * h + h  # input, hidden, post-attention; and the last one
     write = make_config(prompts={"expected_prompts": 10})
     assert plan(write)["drafter_parameters"]["trained"] == fc + attention + 3 * h * mlp + norms
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept", "inside", "initial", "exported"),
+    [
+        ({"epochs": 5}, 3, 1, 0, 5),  # best, last, and the one being written
+        ({"epochs": 5, "keep_checkpoints": "all", "keep_initial": True}, 5, 1, 1, 6),
+        ({"epochs": 1}, 1, 1, 0, 1),
+        ({"epochs": 0}, 0, 0, 1, 1),
+    ],
+)
+def test_disk_of_a_drafter_is_what_retention_leaves_and_the_exports(
+    kimi: RunConfig, changes: dict[str, Any], kept: int, inside: int, initial: int, exported: int
+) -> None:
+    """Kimi-K2.5: 2,365.3 M parameters with head and embedding, of them 1,190.9 M trained; exports in bfloat16."""
+    settings = {"keep_initial": False, "keep_checkpoints": "best_and_last", "export_embeddings": True} | changes
+    drafter = kimi.drafter.model_copy(update=settings)
+    estimate = plan(kimi.model_copy(update={"drafter": drafter}))
+    trained, total = 1190.9e6, 1190.9e6 + 163_840 * 7168
+    whole, step = 4 * total + 8 * trained, 12 * trained
+    wanted = kept * whole + inside * step + initial * 4 * total + exported * 4 * total
+    assert estimate["checkpoint_bytes"] == pytest.approx(wanted, rel=1e-4)
+    bare = plan(kimi.model_copy(update={"drafter": drafter.model_copy(update={"export_embeddings": False})}))
+    assert estimate["checkpoint_bytes"] - bare["checkpoint_bytes"] == exported * 2 * 163_840 * 7168
+
+
+def test_what_a_training_has_written_needs_no_more_room(
+    make_config: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that failed late in training goes on on the disk that it has filled."""
+    wanted = {"prompts": {"expected_prompts": 1}, "features": {"disk_reserve_gib": 0}}
+    config = make_config(**wanted)
+    estimate = plan(config)
+    whole = estimate["checkpoint_bytes"]
+    monkeypatch.setattr(planning, "free_bytes", lambda path: estimate["feature_store_bytes"] * 2 + whole // 2)
+    assert not plan(config)["fits"]
+    folder = config.root / "drafter" / "key"
+    (folder / "checkpoints" / "0").mkdir(parents=True)
+    (folder / "job.json").write_text(json.dumps({"drafter": config.drafter.model_dump(mode="json")}))
+    with (folder / "checkpoints" / "0" / "model.safetensors").open("wb") as file:
+        file.truncate(whole * 2 // 3)
+    assert plan(config)["fits"]
+    assert not plan(make_config(**wanted, drafter={"seed": 1}))["fits"]
+    (folder / "manifest.json").touch()
+    assert not plan(config)["fits"]  # finished: the next one is of other features
 
 
 def test_it_does_not_fit_without_disk_or_gpus(kimi: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
