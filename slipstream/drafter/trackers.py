@@ -49,8 +49,8 @@ class Tracker(logging.Handler):
             ) from error
 
     def emit(self, record: logging.LogRecord) -> None:
-        """The training and validation figures; what tells of the process is for the metrics file."""
-        if self._lost or not isinstance(record.msg, dict) or not record.msg.keys() & {"train", "val"}:
+        """The figures of training, validation and replay; what tells of the process is for the metrics file."""
+        if self._lost or not isinstance(record.msg, dict) or not record.msg.keys() & {"train", "val", "replay"}:
             return
         try:
             self._handler.handle(record)

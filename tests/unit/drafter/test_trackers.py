@@ -84,11 +84,13 @@ def test_tensorboard_gets_every_figure_into_the_drafters_folder(tmp_path: Path, 
     logger.info({"training": {"steps": 2}}, extra={"step": 0})
     for step in range(2):
         log(logger, step)
+    logger.info({"replay": {"accepted_length": 1.9}, "epoch": 0}, extra={"step": 1})
     (writer,) = Writer.made
     assert writer.folder == tmp_path / "trackers" / "slipstream-abc"
     assert writer.settings == {"learning_rate": 3e-5, "layers": "[2, 3]"}
     assert writer.scalars["train/loss", 1] == 1.4
     assert writer.scalars["lr", 0] == 3e-5
+    assert writer.scalars["replay/accepted_length", 1] == 1.9
     assert not [name for name, _ in writer.scalars if name.startswith("training")]
     assert lines.steps == [0, 1]
     logger.handlers[0].close()
