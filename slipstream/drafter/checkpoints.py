@@ -4,7 +4,7 @@
   <epoch>/              a finished epoch (0-based): speculators form, optimizer state, validation figures
   <epoch>-step-<n>/     inside an epoch, after n of its steps: trained tensors and optimizer state only
   initial/              the drafter before training, when it is wanted
-  <name>.damaged/       was one of these and is no longer what its record says
+  <name>.damaged/       was one of these and is no longer what its record says, or continues one that is lost
 
 A checkpoint is written as `.<name>.tmp`, synced and renamed; nothing finished is overwritten.  `record.json` holds size
 and checksum of each of its files, so that a file which a power loss cut after the rename is noticed.  A finished epoch
@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,12 @@ def damage(folder: Path, deep: bool = False) -> str | None:
     """What is wrong with a checkpoint's files, None if nothing: their sizes, with `deep` also their checksums."""
     if (folder / PRUNED).exists():
         return None
+    found = _damage(folder, deep)
+    # the stage may drop the tensors while another process looks
+    return None if (folder / PRUNED).exists() else found
+
+
+def _damage(folder: Path, deep: bool) -> str | None:
     files = records(folder)
     if not files:
         return f"{folder / RECORD} is missing or unreadable"
@@ -132,12 +138,18 @@ def finished_epochs(folder: Path) -> list[int]:
 def newest(folder: Path) -> Path | None:
     """The complete checkpoint with the most steps, from which training continues; None to begin anew.
 
-    Damaged ones are named in a warning and set aside.
+    All epochs before it are finished, else what it holds would have no beginning.  Those after it are trained again:
+    they are set aside, the reason in a warning.
     """
-    for _, path in sorted(_positions(folder), reverse=True):
-        if (path / PRUNED).exists():
-            continue
-        complaint = damage(path, deep=True)
+    finished = finished_epochs(folder)
+    lost = next(epoch for epoch in range(len(finished) + 1) if epoch not in finished)
+    for position, path in sorted(_positions(folder), reverse=True):
+        if position.epoch - (not position.step) > lost:
+            complaint: str | None = f"{path}: epoch {lost} before it is lost"
+        elif (path / PRUNED).exists():
+            complaint = f"{path}: its tensors were dropped, and the checkpoints after it are lost"
+        else:
+            complaint = damage(path, deep=True)
         if complaint is None:
             return path
         aside = path.with_name(path.name + DAMAGED)
@@ -146,6 +158,33 @@ def newest(folder: Path) -> Path | None:
         os.replace(path, aside)
         atomic.fsync_folder(folder)
     return None
+
+
+def forgo(folder: Path, exported: Callable[[str], bool], over: Callable[[Sequence[int]], bool]) -> None:
+    """Lets the tensors of damaged epochs go that nothing needs any more, as `prune` does, instead of training again.
+
+    Those whose figures are whole and which are `exported`, when a later epoch is complete, or when training is `over`
+    with these epochs.
+    """
+    whole = finished_epochs(folder)
+    spare = [
+        at.epoch - 1
+        for at, path in _positions(folder)
+        if not at.step and at.epoch - 1 not in whole and _figures_are_whole(path) and exported(path.name)
+    ]
+    complete = over(sorted([*whole, *spare]))
+    for epoch in spare:
+        if complete or epoch < max(whole, default=-1):
+            log.warning("%s: its exports and figures stay, its tensors go", damage(folder / str(epoch)))
+            prune(folder, epoch)
+
+
+def _figures_are_whole(folder: Path) -> bool:
+    known = records(folder)
+    return all(
+        name in known and (folder / name).is_file() and file_record(folder / name) == known[name]
+        for name in (METRICS, REPLAY)
+    )
 
 
 def state(folder: Path) -> dict[str, Any]:
@@ -169,9 +208,3 @@ def prune(folder: Path, epoch: int) -> None:
     atomic.fsync_folder(path)  # from here on nobody takes the missing files for damage
     for file in (path / name for name in (MODEL, OPTIMIZER)):
         file.unlink(missing_ok=True)
-
-
-def validation_metrics(folder: Path, epoch: int) -> dict[str, float]:
-    """speculators' validation metrics of a finished epoch."""
-    metrics: dict[str, float] = json.loads((folder / str(epoch) / METRICS).read_text())
-    return metrics

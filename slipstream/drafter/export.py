@@ -40,10 +40,10 @@ def export_epoch(folder: Path, name: str, dtype: Dtype, embeddings: bool = True)
     checkpoint, target = folder / CHECKPOINTS / name, folder / EPOCHS / name
     if (checkpoint / WEIGHTS).is_file():
         record = _record(checkpoint, dtype, embeddings)
-        if not _whole(target) or json.loads((target / RECORD).read_bytes()) != record:
+        if not whole(target) or json.loads((target / RECORD).read_bytes()) != record:
             facts = {**_about(folder), "epoch": card.epoch_facts(checkpoint)}
             _make(checkpoint, target, record, facts, dtype, embeddings)
-    elif not _whole(target):
+    elif not whole(target):
         if not opened.whole(target / SPECULATORS):
             raise Damaged(
                 f"{target}: damaged, and its checkpoint was dropped (drafter.keep_checkpoints), so it cannot be made "
@@ -67,7 +67,7 @@ def _about(folder: Path) -> dict[str, Any]:
     return about
 
 
-def _whole(target: Path) -> bool:
+def whole(target: Path) -> bool:
     """Whether every file of an export can be read; files set aside as damaged are empty."""
     try:
         for name in (RECORD, FACTS):

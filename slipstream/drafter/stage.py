@@ -112,11 +112,12 @@ def run(
         trackers.require(config.drafter.trackers)
         atomic.write_json(folder.path / ABOUT, about(config, features, vocabulary))
         store = folder.path / CHECKPOINTS
-        before = checkpoints.finished_epochs(store)
         retention = Retention(
             store, config.drafter.keep_checkpoints == "all", lambda name: export_epoch(folder.path, name, config)
         )
         checkpoints.sweep(folder.path / EPOCHS)
+        _forgo(folder.path, config)
+        before = checkpoints.finished_epochs(store)
         if not _complete(config, selection.lengths(store)) or not _initial_ready(config, store):
             with _states(workdir, config) as leases:
                 job = _job(folder.path, config, features, vocabulary, leases)
@@ -132,6 +133,7 @@ def run(
         if _initial_wanted(config):
             export_epoch(folder.path, checkpoints.INITIAL, config)
         retention.poll()
+        checkpoints.settle(store, checkpoints.Position(len(epochs)))  # a kill may have come before the worker's
         longest = selection.best(lengths)
         best = checkpoints.INITIAL if longest is None else str(longest)
         replays = {epoch_name: selection.figures(store, epoch_name) for epoch_name in names}
@@ -167,12 +169,25 @@ def _complete(config: RunConfig, lengths: Mapping[int, float]) -> bool:
     return selection.over(lengths, config.drafter.epochs, config.drafter.early_stop_patience)
 
 
+def _forgo(folder: Path, config: RunConfig) -> None:
+    """Damage to a checkpoint that is needed no more, since its epoch is exported, costs no training."""
+    from slipstream.drafter import export
+
+    store = folder / CHECKPOINTS
+
+    def over(epochs: Sequence[int]) -> bool:
+        lengths = {epoch: selection.figures(store, str(epoch))["accepted_length"] for epoch in epochs}
+        return epochs == list(range(len(epochs))) and _complete(config, lengths)
+
+    checkpoints.forgo(store, lambda name: export.whole(folder / EPOCHS / name), over)
+
+
 def _initial_wanted(config: RunConfig) -> bool:
     return config.drafter.keep_initial or config.drafter.epochs == 0
 
 
 def _initial_ready(config: RunConfig, store: Path) -> bool:
-    return not _initial_wanted(config) or (store / checkpoints.INITIAL).is_dir()
+    return not _initial_wanted(config) or checkpoints.damage(store / checkpoints.INITIAL) is None
 
 
 @contextmanager

@@ -161,7 +161,7 @@ class EpochTrainer(Trainer):
     def ended(self) -> bool:
         """Whether training is complete, by what the finished epochs' checkpoints hold: the same on every rank."""
         found = selection.lengths(Path(self.config.save_path))
-        return selection.over(found, self.config.num_epochs, self.course.patience)
+        return self.course.interruption.anywhere(selection.over(found, self.config.num_epochs, self.course.patience))
 
     def train_epoch(self, epoch: int, *, step_callback: Any = None) -> None:
         """Trains the steps of an epoch that are not done."""

@@ -63,7 +63,7 @@ def _begin(job: Job) -> tuple[Path | None, bool]:
     state = checkpoints.state(newest) if newest else {"next_epoch": 0, "global_step": 0}
     metrics_file.cut(Path(job.metrics), state["next_epoch"], state["global_step"])
     wanted = job.drafter.keep_initial or job.drafter.epochs == 0
-    return newest, wanted and not (folder / checkpoints.INITIAL).is_dir()
+    return newest, wanted and checkpoints.damage(folder / checkpoints.INITIAL) is not None
 
 
 def _log_metrics(path: Path) -> metrics_file.JsonLines:

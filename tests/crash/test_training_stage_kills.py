@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -82,6 +83,15 @@ def test_the_stage_continues_after_sigterm_and_kill_9_and_keeps_what_is_needed(t
     assert len(list(artifact.folder.glob("epochs/*/flat/model.safetensors"))) == 4
     assert artifact.verify(deep=True) == []
     assert attempt() == artifact
+    os.truncate(store / "3" / "optimizer.state", 0)  # as quarantine leaves it
+    again = attempt()
+    assert (again.content, again.manifest().work["epochs_trained"]) == (artifact.content, 0)
+    shutil.rmtree(store / "1")
+    again = attempt()
+    assert again.content == artifact.content
+    assert again.manifest().work["epochs_trained"] > 0
+    assert training.steps(again.folder / "job.json") == lines
+    assert again.verify(deep=True) == []
 
 
 def test_a_killed_rank_under_torchrun_is_no_fault_of_the_training(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,12 +73,6 @@ def test_sweep_keeps_what_is_finished(tmp_path: Path) -> None:
         write(tmp_path, name)
     checkpoints.sweep(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["0", "initial"]
-
-
-def test_validation_metrics(tmp_path: Path) -> None:
-    write(tmp_path, "3")
-    (tmp_path / "3" / "val_metrics.json").write_text(json.dumps({"loss_epoch": 1.5}))
-    assert checkpoints.validation_metrics(tmp_path, 3) == {"loss_epoch": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -158,3 +153,74 @@ def test_a_pruned_epoch_stays_finished_with_its_figures_and_is_not_resumed_from(
     assert checkpoints.finished_epochs(tmp_path) == [0, 1]
     assert selection.lengths(tmp_path) == {0: 1.5, 1: 1.5}
     assert checkpoints.newest(tmp_path) == tmp_path / "0"
+
+
+def finish(folder: Path, *epochs: int) -> None:
+    """Complete checkpoints of epochs with their figures."""
+    for epoch in epochs:
+        (folder / str(epoch)).mkdir()
+        for name in ("model.safetensors", "val_metrics.json", "replay.json"):
+            (folder / str(epoch) / name).write_text(json.dumps({"accepted_length": 1.5}))
+        checkpoints.seal(folder / str(epoch), {})
+
+
+def test_training_continues_before_an_epoch_that_is_lost(tmp_path: Path) -> None:
+    """Later checkpoints cannot bring it back: without this, every further run ends with epochs [0, 2]."""
+    finish(tmp_path, 0, 1, 2)
+    write(tmp_path, "3-step-5")
+    shutil.rmtree(tmp_path / "1")
+    assert checkpoints.newest(tmp_path) == tmp_path / "0"
+    assert checkpoints.finished_epochs(tmp_path) == [0]
+    finish(tmp_path, 1, 2)
+    checkpoints.settle(tmp_path, Position(3))
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3-step-5.damaged"]
+
+
+def test_epochs_whose_tensors_are_dropped_are_trained_again_when_those_after_them_are_lost(tmp_path: Path) -> None:
+    finish(tmp_path, 0, 1, 2)
+    checkpoints.prune(tmp_path, 1)
+    os.truncate(tmp_path / "2" / "model.safetensors", 0)
+    assert checkpoints.newest(tmp_path) == tmp_path / "0"
+    assert checkpoints.finished_epochs(tmp_path) == [0]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "exported", "over", "finished"),
+    [
+        ([0], "012", False, [0, 1, 2]),  # a later one is complete
+        ([2], "012", False, [0, 1]),  # training goes on from its tensors
+        ([2], "012", True, [0, 1, 2]),
+        ([0, 2], "012", True, [0, 1, 2]),
+        ([0], "12", True, [1, 2]),  # its export can only be made from its tensors
+    ],
+)
+def test_damage_to_tensors_that_nothing_needs_costs_no_training(
+    tmp_path: Path, damaged: list[int], exported: str, over: bool, finished: list[int]
+) -> None:
+    finish(tmp_path, 0, 1, 2)
+    for epoch in damaged:
+        os.truncate(tmp_path / str(epoch) / "model.safetensors", 0)
+    checkpoints.forgo(tmp_path, exported.__contains__, lambda epochs: over and epochs == [0, 1, 2])
+    assert checkpoints.finished_epochs(tmp_path) == finished
+
+
+def test_an_epoch_without_its_figures_is_not_forgone(tmp_path: Path) -> None:
+    finish(tmp_path, 0, 1)
+    os.truncate(tmp_path / "0" / "replay.json", 0)
+    checkpoints.forgo(tmp_path, lambda name: True, lambda epochs: True)
+    assert checkpoints.finished_epochs(tmp_path) == [1]
+
+
+def test_an_epoch_dropped_while_another_process_looks_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that count differently would wait for each other for ever."""
+    finish(tmp_path, 0)
+    before = checkpoints.records
+
+    def dropped(folder: Path) -> object:
+        checkpoints.prune(tmp_path, 0)
+        return before(folder)
+
+    monkeypatch.setattr(checkpoints, "records", dropped)
+    assert checkpoints.damage(tmp_path / "0") is None
