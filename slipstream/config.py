@@ -514,6 +514,14 @@ class DrafterConfig(Stage):
             raise ValueError("fp8_linears is for distributed ddp, and distributed is fsdp")
         if self.fp8_linears and self.compute_dtype == "float32":
             raise ValueError("fp8_linears needs compute_dtype bfloat16 or float16 for the rest, and it is float32")
+        if self.fp8_linears and self.sequence_length % 16:  # torch's scaled product of gradient and input sums over it
+            raise ValueError(f"fp8_linears needs a sequence_length that 16 divides, and it is {self.sequence_length}")
+        return self
+
+    @model_validator(mode="after")
+    def _devices_are_distinct(self) -> Self:
+        if len(set(self.devices)) < len(self.devices) or min(self.devices, default=0) < 0:
+            raise ValueError(f"devices must be different GPU indices from 0 up, got {self.devices}")
         return self
 
     @model_validator(mode="after")

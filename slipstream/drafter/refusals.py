@@ -19,7 +19,19 @@ def require_usable(config: RunConfig, features: Artifact) -> None:
     """Raises InputError when training cannot use this store, or could learn nothing from it."""
     verifier_parts.check(verifier.folder_of(config.verifier))
     _require_layers(config, features)
+    _require_rows(config, features)
     _require_supervision(config, features)
+
+
+def _require_rows(config: RunConfig, features: Artifact) -> None:
+    """A row for each device in either split: with fewer, speculators' sampler gives an epoch without a step."""
+    counts, devices = features.manifest().counts, len(config.drafter.devices)
+    for split in (splits.TRAIN, splits.VALIDATION):
+        if counts[split] < devices:
+            raise InputError(
+                f"{features.path}: {counts[split]} {split} rows for {devices} GPUs (drafter.devices), and each needs "
+                "one at least; train on fewer or take more prompts"
+            )
 
 
 def _require_layers(config: RunConfig, features: Artifact) -> None:

@@ -55,6 +55,13 @@ def test_a_verifier_without_its_head(run: Runner, tmp_path: Path, root: Path) ->
         trained(run, run(ROWS), config)
 
 
+def test_fewer_rows_than_devices(run: Runner) -> None:
+    """The sampler drops what does not fill every rank: five epochs of no step would end as a success."""
+    config = run.make(drafter=DRAFTER | {"devices": [0, 1, 2, 3]})
+    with pytest.raises(InputError, match=r"3 validation rows for 4 GPUs"):
+        trained(run, run(ROWS), config)
+
+
 @pytest.mark.parametrize(("split", "words"), [("train", "9 train rows"), ("validation", "3 validation rows")])
 @pytest.mark.parametrize("store", ["native", "none"])
 def test_a_split_without_a_supervised_token(run: Runner, split: str, words: str, store: str) -> None:

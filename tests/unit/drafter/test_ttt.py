@@ -218,12 +218,19 @@ def test_float8_trains_on_the_same_loss() -> None:
     [
         ({"devices": []}, "fp8_linears needs a GPU, and devices is empty"),
         ({"distributed": "fsdp"}, "fp8_linears is for distributed ddp, and distributed is fsdp"),
+        ({"sequence_length": 1000}, "fp8_linears needs a sequence_length that 16 divides, and it is 1000"),
         ({"compute_dtype": "float32"}, "needs compute_dtype bfloat16 or float16 for the rest, and it is float32"),
     ],
 )
 def test_float8_where_it_cannot_be_is_refused_with_the_configuration(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         DrafterConfig.model_validate({"fp8_linears": True, "devices": [0], **changes})
+
+
+@pytest.mark.parametrize("devices", [[0, 0], [-1]])
+def test_devices_are_gpus_each_once(devices: list[int]) -> None:
+    with pytest.raises(ValidationError, match="devices must be different GPU indices from 0 up"):
+        DrafterConfig(devices=devices)
 
 
 def test_a_gpu_without_float8_is_refused_before_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
