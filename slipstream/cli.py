@@ -171,8 +171,9 @@ def _export(args: argparse.Namespace) -> int:
         drafter = source.for_verifier(drafter, args.verifier)
     dtype = args.dtype or source.dtype_of(found, drafter)
     export.export(drafter, args.output, args.form, dtype, args.embeddings, args.engine, found.facts)
-    maps = sum(name in opened.MAPS for name in drafter.tensors)
-    print(f"{args.output}: {args.form} form in {dtype}, {len(drafter.tensors) - maps} tensors and {maps} maps")
+    names = drafter.tensors.keys() - ({opened.EMBEDDING} if not args.embeddings else set())
+    maps = sum(name in opened.MAPS for name in names)
+    print(f"{args.output}: {args.form} form in {dtype}, {len(names) - maps} tensors and {maps} maps")
     for engine in engines.ENGINES:
         reason = engines.refusal(drafter.config, args.form, engine)
         if reason is None and engine == "sglang" and args.engine != "sglang":

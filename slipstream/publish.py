@@ -21,6 +21,7 @@ from slipstream.drafter import card, engines, export, opened, source
 from slipstream.errors import InputError, ServerError, TransientError, is_transient_status
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+TOKEN = re.compile(r"[!-~]+")
 REASONS = {
     401: "it does not know the token in HF_TOKEN; make one with write access",
     403: "the token in HF_TOKEN may not write there; give it write access to this repository",
@@ -68,8 +69,9 @@ def prepared(
     drafter = opened.read(found.folder, layer_ids)
     named = (drafter.config.get("speculators_config") or {}).get("verifier") or {}
     known = verifier or named.get("name_or_path")
+    if verifier:
+        drafter = source.for_verifier(drafter, verifier)
     if known:
-        drafter = source.for_verifier(drafter, known)
         drafter = source.called(
             drafter, Path(known).name if Path(known).exists() or Path(known).is_absolute() else known
         )
@@ -90,9 +92,12 @@ def push(ready: Prepared, private: bool = False) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
-    token = os.environ.get("HF_TOKEN")
+    token = os.environ.get("HF_TOKEN", "").strip()
     if not token:
         raise InputError("HF_TOKEN: not set, and the Hub takes no upload without a token with write access")
+    if not TOKEN.fullmatch(token):  # as a header it would be refused with the whole of it in the message
+        raise InputError("HF_TOKEN: holds a blank or a character that no token has; set it to the token alone")
+    away: Any = (*HfHubHTTPError.__bases__, ValueError)  # OSError and the HTTP client's own, which is none
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
     try:
         api.create_repo(ready.repository, private=private or None, exist_ok=True)
@@ -105,7 +110,7 @@ def push(ready: Prepared, private: bool = False) -> str:
         raise InputError(f"--repo {ready.repository}: {' '.join(str(error).split())}") from error
     except HfHubHTTPError as error:
         raise _refused(ready.repository, error) from error
-    except (OSError, ValueError) as error:
+    except away as error:
         raise TransientError(
             f"{ready.repository}: the upload broke off ({error}); run the same command again"
         ) from error

@@ -20,7 +20,7 @@ from slipstream.drafter import checkpoints, engines
 from slipstream.drafter.opened import EMBEDDING, Opened
 from slipstream.traces.report import cell, fenced
 
-MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+MODEL_ID = re.compile(r"[\w.-]+/[\w.-]+")  # the Hub refuses a card whose base_model is no repository
 TAGS = ["eagle3", "speculative-decoding", "draft-model", "slipstream"]
 Rows = Iterable[tuple[str, Any]]
 
@@ -73,7 +73,7 @@ def render(drafter: Opened, form: engines.Form, facts: Mapping[str, Any], name: 
 def _front_matter(base: str, form: engines.Form, facts: Mapping[str, Any]) -> dict[str, Any]:
     license_ = facts.get("verifier", {}).get("license")
     return {
-        **({"base_model": base} if MODEL_ID.fullmatch(base) and base != "VERIFIER" else {}),
+        **({"base_model": base} if MODEL_ID.fullmatch(base) else {}),
         "library_name": "speculators" if form == "speculators" else "vllm",
         "pipeline_tag": "text-generation",
         "tags": TAGS,

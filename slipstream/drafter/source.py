@@ -44,6 +44,8 @@ def find(what: str, epoch: str | None, root: Path) -> Source:
         return _of_artifact(open_artifact(path), epoch or BEST)
     if epoch is not None:
         raise InputError(f"{what}: --epoch is for a run or a drafter's artifact, and this is neither")
+    if path.parent == (root / "runs").resolve():
+        raise InputError(f"{what}: this run has no drafter yet; wait for its training, or run its configuration again")
     if (path / SPECULATORS).is_dir():
         return Source(path / SPECULATORS, _facts(path))
     return Source(path, _facts(path.parent) or _of_checkpoint(path))
@@ -110,9 +112,14 @@ def dtype_of(source: Source, drafter: opened.Opened) -> Dtype:
 
 
 def for_verifier(drafter: opened.Opened, name: str) -> opened.Opened:
-    """The drafter with the verifier `name`: a model on the Hub, or a folder here, whose architecture is then known."""
+    """The drafter with the verifier `name`: a model on the Hub, or a folder here, whose architecture is then known.
+
+    Raises InputError for a folder that holds no model.
+    """
     folder = Path(name)
     here = (folder / opened.CONFIG).exists()
+    if not here and (folder.is_absolute() or folder.is_dir()):
+        raise InputError(f"--verifier {name}: no {opened.CONFIG} there; name a model's folder, or the model on the Hub")
     known = read_json(folder / opened.CONFIG).get("architectures") if here else engines.architectures(drafter.config)
     speculators = {
         "algorithm": "eagle3",

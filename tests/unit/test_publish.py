@@ -45,7 +45,8 @@ def test_without_push_it_shows_and_uploads_nothing(
     monkeypatch.setenv("SLIPSTREAM_WORKDIR", str(tmp_path / "work"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(publish, "push", lambda *_: pytest.fail("uploaded"))
-    assert command(monkeypatch, "publish", str(drafter), "--repo", "org/kimi-eagle3") == 0
+    line = ["publish", str(drafter), "--repo", "org/kimi-eagle3", "--verifier", "moonshotai/Kimi-K2.5"]
+    assert command(monkeypatch, *line) == 0
     shown = capsys.readouterr().out
     for name in ("README.md", "config.json", "model.safetensors", "org/kimi-eagle3", "base_model", "--push"):
         assert name in shown
@@ -121,7 +122,7 @@ def pushed(tmp_path_factory: pytest.TempPathFactory) -> tuple[FakeHub, Path, dic
             "NO_PROXY": "127.0.0.1",
         }
         line = [sys.executable, str(ROOT / "tests/unit/publish_driver.py"), str(folder / "flat"), "org/kimi-eagle3"]
-        line += ["writes", "reads", "strangers", "early", "unknown"]
+        line += ["writes", "reads", "strangers", "early", "unknown", "away"]
         done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return hub, folder / "flat", json.loads(done.stdout.splitlines()[-1])
@@ -152,6 +153,19 @@ def test_refusals_are_one_sentence_without_the_token(
     assert "\n" not in told
     assert f" {token}" not in told
     assert token in pushed[0].tokens, "this token never reached the Hub"
+
+
+def test_a_hub_that_is_away_is_one_sentence(pushed: tuple[FakeHub, Path, dict[str, Any]]) -> None:
+    """The HTTP client's own errors are no OSError."""
+    assert pushed[2]["away"].startswith("TransientError: org/kimi-eagle3: the upload broke off (")
+
+
+def test_a_token_that_no_header_takes_is_not_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """h11 would say: Illegal header value b'Bearer hf_…'."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret\rand more")
+    with pytest.raises(InputError, match="HF_TOKEN: holds a blank") as raised:
+        publish.push(publish.Prepared(tmp_path, "org/name"))
+    assert "secret" not in str(raised.value)
 
 
 def test_front_matter_is_valid_whatever_people_call_things(tmp_path: Path) -> None:

@@ -85,6 +85,9 @@ def test_what_is_not_there_is_said(artifact: Artifact, tmp_path: Path) -> None:
         source.find("other", None, tmp_path)
     with pytest.raises(InputError, match="stage acceptance"):
         source.find(str(tmp_path / "acceptance" / "a"), None, tmp_path)
+    (tmp_path / "runs" / "early").mkdir()
+    with pytest.raises(InputError, match="early: this run has no drafter yet"):
+        source.find("early", None, tmp_path)
     with pytest.raises(InputError, match="--epoch"):
         source.find(str(tiny.save(tmp_path / "c")), "1", tmp_path)
 
@@ -224,6 +227,12 @@ def test_the_speculators_form_needs_a_verifiers_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--verifier"):
         export.export(opened.read(tiny.flat(tmp_path / "a")), tmp_path / "out", "speculators", "float32")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_verifiers_folder_that_is_not_there_is_no_name(tmp_path: Path) -> None:
+    given = opened.read(tiny.flat(tmp_path / "a"))
+    with pytest.raises(InputError, match=r"--verifier .*/absent: no config\.json there"):
+        source.for_verifier(given, str(tmp_path / "absent"))
 
 
 def test_sglang_needs_to_know_the_verifier(tmp_path: Path) -> None:
