@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.drafter import checkpoints, validation_replay
 from slipstream.drafter.checkpoints import Position
+from slipstream.drafter.interruption import Interruption
 from slipstream.drafter.trainer import EpochTrainer
 from tests.unit.acceptance.test_replay_chains import TOKENS, drafter, packed
 
@@ -77,7 +78,7 @@ class Scripted(EpochTrainer):
 
     def __init__(self, folder: Path, lengths: list[float], patience: int | None) -> None:
         self.config: Any = SimpleNamespace(save_path=str(folder), num_epochs=len(lengths))
-        self.course: Any = SimpleNamespace(patience=patience)
+        self.course: Any = SimpleNamespace(patience=patience, interruption=Interruption())
         self.lengths, self.trained = lengths, []
         self.is_distributed, self.steps = False, [1] * len(lengths)
         self.position = Position(len(checkpoints.finished_epochs(folder)))
