@@ -23,6 +23,7 @@ os.environ.update(
 SHARED = ("pocket_run", "smoke_run")  # runs of a session: whoever needs one stays with the worker that made it
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Quick tests first in one process; with several, what takes long first and every file with one worker."""
     order = {"unit": 0, "contract": 1, "crash": 2, "e2e": 3}
