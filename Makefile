@@ -31,7 +31,7 @@ demo: install
 	$(VENV)/bin/slipstream run deployments/pocket.yaml
 
 test: install
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n 2 --dist loadgroup
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 lint: install
 	$(VENV)/bin/ruff check .

@@ -20,21 +20,29 @@ os.environ.update(
 )
 
 
-SHARED = ("pocket_run", "smoke_run")  # runs of a session: whoever needs one stays with the worker that made it
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first in one process; with several, what takes long first and every file with one worker."""
+    """Quick tests first in one process; what takes long first with several, the full pocket run before all."""
     order = {"unit": 0, "contract": 1, "crash": 2, "e2e": 3}
-    parts = {item: item.path.relative_to(ROOT / "tests").parts[0] for item in items}
     several = "PYTEST_XDIST_WORKER" in os.environ
-    for item in items:
-        runs = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
-        item.add_marker(pytest.mark.xdist_group(runs[0] if runs else item.path.relative_to(ROOT).as_posix()))
-    items.sort(key=lambda item: order.get(parts[item], 9), reverse=several)
+    items.sort(key=lambda item: order.get(item.path.relative_to(ROOT / "tests").parts[0], 9), reverse=several)
     if several:
-        items.sort(key=lambda item: "pocket_run" not in getattr(item, "fixturenames", ()))
+        items.sort(key=lambda item: item.get_closest_marker("pocket") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Every file stays with one worker, and the files that share the full pocket run with one.
+
+    (pytest-xdist 3.8 has groups for this, which pytest 9.2 does not let it name.)
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", maxsplit=1)[0]
+            return "pocket" if file.startswith("tests/e2e/test_pocket") else file
+
+    return ByFile(config, log)
 
 
 @dataclass(frozen=True)
