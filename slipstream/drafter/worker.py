@@ -69,7 +69,7 @@ def _begin(job: Job) -> tuple[Path | None, bool]:
 def _log_metrics(path: Path) -> metrics_file.JsonLines:
     """speculators' metric lines into the file."""
     lines = metrics_file.JsonLines(path)
-    logger = logging.getLogger("speculators.metrics")
+    logger = logging.getLogger(trackers.LOGGER)
     logger.setLevel(logging.INFO)
     logger.addHandler(lines)
     return lines

@@ -42,7 +42,11 @@ def test_parameters_are_counted_and_the_frozen_ones_apart(tmp_path: Path) -> Non
     ("changes", "same"),
     [
         ({"num_workers": 3, "log_every": 1, "threads": 2}, True),
+        ({"trackers": ["mlflow"], "checkpoint_steps": 5, "keep_checkpoints": "all", "max_loss_factor": 9.0}, True),
         ({"epochs": 4}, False),
+        ({"early_stop_patience": 1}, False),
+        ({"replay_tokens": 5}, False),  # another epoch may be the best
+        ({"noise": 0.05}, False),
         ({"learning_rate": 1e-4}, False),
         ({"seed": 1}, False),
         ({"devices": [0]}, False),  # another device rounds differently
