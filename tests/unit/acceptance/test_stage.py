@@ -114,6 +114,7 @@ def test_the_key_follows_drafter_and_held_out_prompts(make_config: Callable[...,
 FLAT = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
+    "vocab_size": 512,
     "hidden_size": 128,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
