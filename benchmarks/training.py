@@ -30,8 +30,7 @@ HIDDEN, VOCABULARY, DRAFT, AUX, TTT = 7168, 163840, 32000, 3, 3
 ROW, PROMPT = 1444, 144
 STEPS, WARM_UP = 50, 4
 LEARNING_RATE = 3e-5
-GOAL = 1.25
-# variant -> (whose pass, fp8, packed tokens, head)
+# variant -> (whose pass, packed tokens, head)
 VARIANTS = {
     f"{who}-{head}-{tokens}": (who, tokens, head)
     for head, lengths in (("frozen", (2048, 8192)), ("trained", (8192,)))
@@ -188,6 +187,18 @@ def run(name: str, bound: float) -> dict[str, Any]:
     return {"variant": name, "packed_tokens": tokens, "head": head, **row, "share_of_bf16_ceiling": round(share, 3)}
 
 
+def over_best_default(rows: list[dict[str, Any]]) -> float | None:
+    """The fastest of ours over speculators' faster default, at that one's packed length and with its frozen head."""
+    frozen = [row for row in rows if row["head"] == "frozen"]
+    defaults = [row for row in frozen if row["variant"].startswith("speculators")]
+    if not defaults:
+        return None
+    best = max(defaults, key=lambda row: row["tokens_per_second"])
+    peers = [row for row in frozen if row["variant"].startswith("ours")]
+    ours = [row["tokens_per_second"] for row in peers if row["packed_tokens"] == best["packed_tokens"]]
+    return round(max(ours) / best["tokens_per_second"], 3) if ours else None
+
+
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Each of ours over speculators' default at the same packed length and head."""
     speed = {row["variant"]: row["tokens_per_second"] for row in rows}
@@ -220,13 +231,14 @@ def main() -> None:
     }
     for name in wanted.variants:
         result["rows"].append(run(name, bound))
-        result["over_speculators_best_default"] = ratios(result["rows"])
+        result["over_speculators_best_default"] = over_best_default(result["rows"])
+        result["over_speculators_at_the_same_length"] = ratios(result["rows"])
         atomic.write_json(wanted.result, result)
         print(json.dumps(result["rows"][-1]), file=sys.stderr, flush=True)
         torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
-    print(json.dumps(result["over_speculators_best_default"]))
+    print(json.dumps(result["over_speculators_at_the_same_length"]))
 
 
 if __name__ == "__main__":
