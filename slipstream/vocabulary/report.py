@@ -22,6 +22,8 @@ LISTED = 20  # control tokens by name
 
 def picture(figures: Mapping[str, Any]) -> bytes:
     """Coverage against size as a PNG: both splits' curves, the sizes asked for, the vocabulary that was made."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     figure, axes = canvas(5.6, 3.2)
     colours = dict(zip(SPLITS, (PALE, MAIN), strict=True))
     for split in SPLITS:
@@ -32,6 +34,9 @@ def picture(figures: Mapping[str, Any]) -> bytes:
         axes.plot([figures["size"]], [figures["coverage"][split]], "D", markersize=6, color=colours[split])
     axes.axvline(figures["size"], color=INK, linewidth=0.8, linestyle=":")
     axes.set(xscale="log", xlabel="tokens in the draft vocabulary", ylabel="share of supervised tokens", ylim=(None, 1))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())  # else the ticks between run into each other
     made = "kept from the warm start" if figures["mapping"] == "init_from" else "chosen from the traces"
     axes.set_title(f"Coverage; the {figures['size']:,} tokens {made} are the diamonds", fontsize=9, color=INK)
     if axes.get_legend_handles_labels()[0]:
