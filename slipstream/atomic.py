@@ -49,6 +49,14 @@ def replacing(path: Path) -> Iterator[Path]:
     fsync_folder(path.parent)
 
 
+def point(link: Path, target: Path) -> None:
+    """Makes `link` a relative symbolic link to `target`, replacing an older one atomically."""
+    temporary = link.with_name(f".{link.name}{SUFFIX}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(target, link.parent))
+    os.replace(temporary, link)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Writes `data` to `path` atomically."""
     with replacing(path) as temporary:

@@ -7,7 +7,6 @@ Model text is escaped in both pages.
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -91,7 +90,7 @@ def write(config: RunConfig, started: datetime, stages: Mapping[str, Artifact], 
     folder = config.root / "runs" / config.name
     folder.mkdir(parents=True, exist_ok=True)
     for name, artifact in stages.items():
-        point(folder / name, artifact.folder)
+        atomic.point(folder / name, artifact.folder)
     report = collect(config, started, stages, shards)
     atomic.write_json(folder / "report.json", report)
     traces = traces_report.view(stages["traces"].folder)
@@ -99,16 +98,8 @@ def write(config: RunConfig, started: datetime, stages: Mapping[str, Artifact], 
     page = traces_report.render("acceptance/report.html", report=report, pictures=pictures, traces=traces)
     atomic.write_bytes(folder / "report.html", page.encode())
     atomic.write_bytes(folder / "report.md", _markdown(report, pictures).encode())
-    point(config.root / "runs" / "latest", folder)
+    atomic.point(config.root / "runs" / "latest", folder)
     return folder
-
-
-def point(link: Path, target: Path) -> None:
-    """Makes `link` a relative symbolic link to `target`, replacing an older one atomically."""
-    temporary = link.with_name(f".{link.name}{atomic.SUFFIX}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(os.path.relpath(target, link.parent))
-    os.replace(temporary, link)
 
 
 def _pictures(report: Mapping[str, Any], stages: Mapping[str, Artifact], traces: traces_report.View) -> dict[str, str]:

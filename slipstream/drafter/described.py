@@ -8,7 +8,6 @@ the norm options stand at the top level or in `eagle_config` (which vLLM asks fi
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from slipstream import rope
+from slipstream import rope, verifier
 from slipstream.config import DraftShape, describe
 from slipstream.drafter.engines import NORM_FLAGS
 from slipstream.errors import InputError
@@ -45,17 +44,11 @@ class Described:
 
 def load(path: Path) -> dict[str, Any]:
     """The JSON object in the config.json at `path`; raises InputError when there is none."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         raise InputError(
             f"{path}: missing, so nothing says what drafter this is; fetch it from where the weights came from"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{path}: expected a JSON object")
-    return config
+        )
+    return verifier.read_json(path)
 
 
 def read(path: Path) -> Described:

@@ -11,7 +11,6 @@ drafter/<key>/
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -138,7 +137,7 @@ def run(
         best = checkpoints.INITIAL if longest is None else str(longest)
         replays = {epoch_name: selection.figures(store, epoch_name) for epoch_name in names}
         atomic.write_json(folder.path / checkpoints.REPLAY, replays)
-        _point(folder.path / BEST, Path(EPOCHS) / best)
+        atomic.point(folder.path / BEST, folder.path / EPOCHS / best)
         exported = [path for exported_name in names for path in (folder.path / EPOCHS / exported_name).rglob("*")]
         files = [str(path.relative_to(folder.path)) for path in sorted(exported) if path.is_file()]
         files += [str(p.relative_to(folder.path)) for p in sorted(store.glob("*/*")) if p.is_file()]
@@ -305,13 +304,6 @@ def export_epoch(folder: Path, name: str, config: RunConfig) -> Path:
 def served_folder(folder: Path, name: str) -> Path:
     """What a server of either kind loads of an epoch."""
     return folder / EPOCHS / name / FLAT
-
-
-def _point(link: Path, target: Path) -> None:
-    temporary = link.with_name(f".{link.name}{atomic.SUFFIX}")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
-    os.replace(temporary, link)
 
 
 def parameter_counts(path: Path, train_lm_head: bool) -> dict[str, int]:

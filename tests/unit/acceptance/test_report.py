@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slipstream import atomic
 from slipstream.acceptance import report
 from slipstream.artifact import Artifact, claim
 from slipstream.config import RunConfig
@@ -202,6 +203,6 @@ def test_features_sum_the_shards_of_this_run(
 def test_point_replaces_an_older_link(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    report.point(tmp_path / "latest", tmp_path / "a")
-    report.point(tmp_path / "latest", tmp_path / "b")
+    atomic.point(tmp_path / "latest", tmp_path / "a")
+    atomic.point(tmp_path / "latest", tmp_path / "b")
     assert (tmp_path / "latest").readlink() == Path("b")

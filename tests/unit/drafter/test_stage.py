@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from slipstream import atomic
 from slipstream.artifact import Artifact
 from slipstream.config import RunConfig
 from slipstream.drafter import stage
@@ -88,7 +89,7 @@ def test_the_key_follows_the_inputs(make_config: Callable[..., RunConfig]) -> No
 
 
 def test_best_is_a_link_that_moves_at_once(tmp_path: Path) -> None:
-    stage._point(tmp_path / "best", Path("epochs/1"))
-    stage._point(tmp_path / "best", Path("epochs/2"))
+    atomic.point(tmp_path / "best", tmp_path / "epochs/1")
+    atomic.point(tmp_path / "best", tmp_path / "epochs/2")
     assert (tmp_path / "best").readlink() == Path("epochs/2")
     assert os.listdir(tmp_path) == ["best"]
